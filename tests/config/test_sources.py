@@ -60,6 +60,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "max_num_batched_tokens": st.integers(1, 1 << 20),
     "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
     "structured_outputs_strictness": st.sampled_from(["strict", "relaxed"]),
+    "logprobs_mode": st.sampled_from(["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]),
     "num_speculative_tokens": st.integers(0, 8),
     "data_parallel_size": st.integers(1, 64),
     "kv_events_config": st.just({"enable_kv_cache_events": False}),

@@ -183,7 +183,7 @@ def by_grammar(fault: str) -> Patch:
     return lambda monkeypatch, llm: monkeypatch.setattr(RuledOut, "fault", fault)
 
 
-def by_target(llm: LLM, hidden: Any, logits_fn: Any, targets: list[int], *rest: Any) -> bool:
+def by_target(llm: LLM, hidden: Any, logits_fn: Any, targets: list[int], *rest: Any, **_: Any) -> bool:
     return targets[-1] >= 1900
 
 
@@ -191,7 +191,7 @@ def by_seed(llm: LLM, seed: int, *rest: Any) -> bool:
     return seed == VICTIM
 
 
-def scored_victim(llm: LLM, logits: Any, ids: Any, tops: list[int], listed: Any = None) -> bool:
+def scored_victim(llm: LLM, logits: Any, ids: Any, tops: list[int], *rest: Any, **_: Any) -> bool:
     return 7 in tops
 
 

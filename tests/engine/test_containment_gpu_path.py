@@ -136,10 +136,10 @@ def test_log_probabilities_of_a_token(engine: Engine, monkeypatch: pytest.Monkey
     """Rows that are scored together are tried alone."""
     function = token_scores.score_tokens
 
-    def broken(logits: Any, tokens: torch.Tensor, top: int) -> Any:
+    def broken(logits: Any, tokens: torch.Tensor, top: int, **settings: Any) -> Any:
         if top == 3:
             raise ValueError("scores")
-        return function(logits, tokens, top)
+        return function(logits, tokens, top, **settings)
 
     monkeypatch.setattr(token_scores, "score_tokens", broken)
     check(engine, victim_of(logprobs=3), "log-probabilities", "scores")
@@ -150,11 +150,11 @@ def test_log_probabilities_of_a_prompt(engine: Engine, monkeypatch: pytest.Monke
     monkeypatch.setattr(engine.model, "prompt_logits", lambda hidden: hidden, raising=False)
     seen: list[int] = []
 
-    def broken(hidden: Any, logits_fn: Any, targets: list[int], top: int, listed: Any) -> Any:
+    def broken(hidden: Any, logits_fn: Any, targets: list[int], top: int, listed: Any, **settings: Any) -> Any:
         seen.append(top)
         if top == 3:
             raise ValueError("prompt")
-        return function(hidden, logits_fn, targets, top, listed)
+        return function(hidden, logits_fn, targets, top, listed, **settings)
 
     monkeypatch.setattr(logprobs, "prompt_logprobs", broken)
     check(engine, victim_of(prompt_logprobs=3), "log-probabilities of the prompt", "prompt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 from collections.abc import Callable
@@ -133,3 +134,25 @@ def test_a_program_that_handles_ctrl_c_itself_is_left_to_it(llm: LLM, monkeypatc
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [signal.SIGINT] and all(len(one.outputs[0].token_ids) == PARAMS.max_tokens for one in outputs)
+
+
+def test_a_call_of_many_inputs_leaves_old_objects_out_of_collections(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that fails; what the program has frozen stays frozen."""
+    frozen, step = list[bool](), llm.session.step
+    monkeypatch.setattr(llm.session, "step", lambda: (frozen.append(gc.get_freeze_count() > 0), step())[1])
+    gc.unfreeze()
+    for count in (63, 64):
+        frozen.clear()
+        llm.generate(random_prompts(count), SamplingParams(max_tokens=1), use_tqdm=False)
+        assert set(frozen) == {count == 64} and not gc.get_freeze_count()
+    with monkeypatch.context() as patch, pytest.raises(Broken):
+        patch.setattr(llm.session, "step", on_call(3, fail, llm.session.step))
+        llm.generate(random_prompts(64), PARAMS, use_tqdm=False)
+    assert not gc.get_freeze_count()
+    check_unused(llm)
+    gc.freeze()
+    try:
+        llm.generate(random_prompts(64), SamplingParams(max_tokens=1), use_tqdm=False)
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

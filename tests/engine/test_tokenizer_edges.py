@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from phonograph.engine.admission import admitted_token_ids
 from phonograph.errors import ModelError, RequestError
 from phonograph.text import tokenizer as tokenizer_module
 from phonograph.text.light_tokenizer import LightTokenizer
+from phonograph.text.texts_ahead import TextsAhead
 from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -179,6 +181,24 @@ def test_texts_that_are_tokenized_ahead_have_the_same_tokens(light: bool, monkey
     assert tokenizer.encode("Tom") == Tokenizer(theirs).encode("Tom")
     with pytest.raises(RequestError, match="valid Unicode"):
         tokenizer.encode("half \ud83d of a pair")
+
+
+def test_tokens_ahead_are_those_of_the_thread_and_of_the_class() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+            shouted = text.upper() if isinstance(text, str) else [one.upper() for one in text]
+            return super().__call__(shouted, *args, **options)
+
+    shouting = Tokenizer(Shouting(tokenizer_object=of_demo().backend_tokenizer))
+    expected = shouting.encode("Tom has 3 apples.")
+    shouting.encode_ahead(["Tom has 3 apples.", "1"])
+    assert shouting.encode("Tom has 3 apples.") == expected != Tokenizer(of_demo()).encode("Tom has 3 apples.")
+    ahead = TextsAhead(of_demo())
+    ahead.encode(["1", "2"])
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(ahead.encode, ["3"]).result()
+        assert thread.submit(ahead.take, "1").result() is None
+    assert ahead.take("3") is None and ahead.take("2") == Tokenizer(of_demo()).encode("2") and ahead.take("2") is None
 
 
 def test_one_call_tokenizes_its_texts_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import RequestError
 from phonograph.runner.sequences import Sequences
 from phonograph.sampling.failures import SlotFailures
-from phonograph.sampling.logprobs import prompt_logprobs, step_prompt_logprobs, token_logprobs
+from phonograph.sampling.logprobs import RAW_LOGPROBS, prompt_logprobs, step_prompt_logprobs, token_logprobs
 from phonograph.sampling.sampler import Sampler
 
 
@@ -210,7 +210,7 @@ def test_a_step_scores_prompts_exactly_where_a_chunk_predicts_one_of_their_token
         )
         for slot in (0, 1)
     ]
-    failures, sequences = SlotFailures(), Sequences(MagicMock(spec=Sampler), max_num_seqs=2)
+    failures, sequences = SlotFailures(), Sequences(MagicMock(spec=Sampler, scores=RAW_LOGPROBS), max_num_seqs=2)
     sequences.take_over(ScheduledBatch(new=new), failures)
     for context_len in range(7):
         batch = ScheduledBatch(slots=[0, 1], query_lens=[1, 1], context_lens=[0, context_len])

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.sampling import sampler as sampler_module
+from phonograph.sampling.logprobs import ScoreKind
 from phonograph.sampling.sampler import Sampler
 
 SLOTS, VOCAB = 12, 40_000
@@ -25,10 +26,11 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, SLOTS])
-@pytest.mark.parametrize("kind", [*KINDS, None])
+@pytest.mark.parametrize("kind", [*KINDS, {"top_p": 0.9, "logprobs": 1024}, None])
 def test_no_more_is_allocated(kind: dict[str, Any] | None, chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sampler_module._CHUNK_LOGITS, "cpu", chunk_rows * VOCAB)
-    sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=torch.device("cpu"), seed=0)
+    scores = ScoreKind(processed=True)
+    sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=torch.device("cpu"), seed=0, scores=scores)
     logits = torch.randn(SLOTS, VOCAB)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for slot in range(SLOTS):

@@ -71,6 +71,24 @@ def test_the_client_of_openai(embedder: Server, rows: np.ndarray) -> None:
     assert "/v1/embeddings" in str(caught.value) and caught.value.param == "model"
 
 
+def test_texts_of_an_array_are_tokenized_together(
+    embedder: Server, rows: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the event loop and in a thread, for embeddings and for scores; an array without special tokens is not."""
+    tokenizer = embedder.engine.tokenizer
+    assert tokenizer is not None
+    ahead, calls = tokenizer.encode_ahead, list[int]()
+    monkeypatch.setattr(tokenizer, "encode_ahead", lambda texts: (calls.append(len(texts)), ahead(texts)))
+    ids = embedder.post("/tokenize", {"prompt": TEXTS[1]}).json()["tokens"]
+    assert np.abs(embedded(embedder, input=TEXTS) - rows).max() < 1e-5
+    assert np.abs(embedded(embedder, input=TEXTS * 24) - np.tile(rows, (24, 1))).max() < 1e-5
+    assert np.abs(embedded(embedder, input=[ids]) - rows[1]).max() < 1e-5
+    embedded(embedder, input=TEXTS, add_special_tokens=False)
+    assert calls == [3, 64, 8]
+    assert embedder.post("/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]}).is_success
+    assert calls == [3, 64, 8, 3]
+
+
 def test_forms_of_the_input(embedder: Server, rows: np.ndarray) -> None:
     ids = [embedder.post("/tokenize", {"prompt": text}).json()["tokens"] for text in TEXTS]
     for body, expected in (

@@ -237,6 +237,7 @@ def test_invocations_answer_as_the_endpoint_of_their_fields(server: Server, serv
         (("score",), "query documents", "/rerank"),
         (("score",), "queries documents", "/score"),
         (("embed",), "text_1 text_2", "/score"),
+        (("embed",), "texts input_type", "/v2/embed"),
         (None, "prompt messages", "/v1/chat/completions"),
     ],
 )

@@ -27,6 +27,7 @@ from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
+from phonograph.sampling.logprobs import RAW_LOGPROBS, ScoreKind
 from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.speculation.device_drafts import DeviceDrafts
@@ -157,6 +158,7 @@ def engine_maker() -> MakeEngine:
         speculation: SpeculativeConfig | None = None,
         propose: Callable[..., None] | None = None,
         in_steps: bool = False,
+        scores: ScoreKind = RAW_LOGPROBS,
         **changes: Any,
     ) -> Engine:
         """Make an engine; `propose` takes the inputs and the table, and writes drafts in the place of prompt lookup.
@@ -166,7 +168,7 @@ def engine_maker() -> MakeEngine:
         most = 0 if speculation is None else speculation.num_speculative_tokens
         num_logits = min(SLOTS * (1 + most), TOKENS)
         drafts = None
-        sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0)
+        sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0, scores=scores)
         if speculation is not None:
             limits, adaptive = speculation.most_drafts(SLOTS), speculation.adaptive_depth
             budget = DraftBudget(limits, max_num_seqs=SLOTS, adaptive=adaptive, in_steps=in_steps)

@@ -1,4 +1,4 @@
-"""Calls of one client, run by its own interpreter: `python with_NAME.py URL SCRIPTED_URL`.
+"""Calls of one client, run by its own interpreter: `python with_NAME.py URL SCRIPTED_URL EMBEDDER_URL`.
 
 It prints a line of JSON for each call. This module and those of the clients import nothing of this project.
 """
@@ -12,8 +12,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 Call = Callable[[], object]
-DEMO, SCRIPTED = sys.argv[1:3]
-"""Addresses of a server with the demo model, and of one whose model calls the function `add` when it has one."""
+DEMO, SCRIPTED, EMBEDDER = sys.argv[1:4]
+"""Addresses of a server with the demo model, of one whose model calls the function `add` when it has one, and of one
+whose demo model makes embeddings."""
 MODEL = "demo"
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
 ANSWER = "19"

@@ -133,6 +133,11 @@ class EngineConfig(Settings):
         default="strict",
         description="JSON Schema keywords that cannot be enforced: strict rejects them, relaxed warns and drops them.",
     )
+    logprobs_mode: Annotated[values.LogprobsMode, values.one_of(values.LogprobsMode)] = Field(
+        default="raw_logprobs",
+        description="Numbers reported as log-probabilities: those of the model, or of the logits after penalties, "
+        "masks, temperature and filters; or these logits themselves. Those of prompts are always raw.",
+    )
     num_speculative_tokens: values.Count = Field(
         default=0, description="Draft tokens of each decode step, to explain and verify graphs; see speculative_config."
     )

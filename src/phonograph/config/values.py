@@ -241,6 +241,7 @@ KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 KVCacheLayout = Literal["NHD", "HND"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Strictness = Literal["strict", "relaxed"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 CascadeAttention = Literal["auto", "off"]
 FlashAttnVersion = Literal[2, 3, 4]
 

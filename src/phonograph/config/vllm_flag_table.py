@@ -99,7 +99,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --sleep-mode-backend --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names
         --enable-cumem-allocator --weight-transfer-config""",
     ("Requests and sampling", ""): """
-        --logits-processors --logprobs-mode --return-sampling-mask --use-fp64-gumbel --enable-prompt-embeds
+        --logits-processors --return-sampling-mask --use-fp64-gumbel --enable-prompt-embeds
         --enable-return-routed-experts --aux-output-config --tokenizer-mode
         --sse-keep-alive-interval --structured-outputs-config
         --guided-decoding-backend --watermark-config --enable-trace-replay --fingerprint-mode --fingerprint-value
@@ -183,7 +183,6 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "--config-format": ("auto",),
     "--chat-template-content-format": ("auto", "string"),
     "--response-role": ("assistant",),
-    "--logprobs-mode": ("raw_logprobs",),
     "--runner": ("auto", "generate"),
     "--task": ("auto", "generate"),
 }

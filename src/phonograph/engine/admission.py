@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.grammar import Grammar
@@ -26,11 +27,14 @@ from phonograph.structured.token_rules import TimestampRules, with_token_rules
 from phonograph.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Item = TypeVar("Item")
 MAX_REQUEST_ID = 256
 """Maximum number of characters of a request's id."""
 SLEEP_TAGS = ("weights", "kv_cache")
 """Names of the two parts of memory that sleep gives back, which are vLLM's."""
 _INT64 = range(-(2**63), 2**63)
+_TOGETHER = 64
+"""Texts that are tokenized at the same time."""
 
 
 def admitted_config(
@@ -101,7 +105,7 @@ def admitted_pooling(params: PoolingParams, pooler: Pooler | None, size: int) ->
             raise RequestError("dimensions", params.dimensions, "is for embeddings; classes have none to cut")
         if params.dimensions > size:
             raise RequestError("dimensions", params.dimensions, f"the model has {size}; 1 to {size} work")
-    return replace(params, task=task)
+    return params if task == params.task else replace(params, task=task)
 
 
 def refuse_generation(pooler: Pooler | None) -> None:
@@ -113,6 +117,20 @@ def refuse_generation(pooler: Pooler | None) -> None:
     if pooler is not None:
         problem = f"the model generates nothing; its tasks are {' and '.join(pooler.tasks)} ({pooler.origin})"
         raise RequestError("task", "generate", problem)
+
+
+def refuse_logits(mode: str, work: str) -> None:
+    """Check that the engine reports log-probabilities, for work that adds them up.
+
+    Args:
+        mode: `logprobs_mode` of the engine.
+        work: what the request asks for.
+
+    Raises:
+        RequestError: it reports logits.
+    """
+    if mode.endswith("logits"):
+        raise RequestError("logprobs_mode", mode, f"{work} adds up log-probabilities; raw_logprobs works")
 
 
 def admit_encoder_input(prompt: Prompt, encoder: AudioEncoder | TextEncoder | None, vocab_size: int) -> None:
@@ -173,7 +191,22 @@ def admitted_whole_prompt(
         token_ids = admitted_prompt(prompt, tokenizer, vocab_size)
         return token_ids[-most:] if keeps_last and most is not None else token_ids[:most]
     token_ids = tokenizer.encode_cut(prompt, most=most, special=special, keeps_last=keeps_last)
-    return admitted_token_ids(token_ids, vocab_size)
+    return _in_vocabulary(token_ids, vocab_size)
+
+
+def tokenized_ahead(tokenizer: Tokenizer | None, prompts: Iterable[Item]) -> Iterator[Item]:
+    """Yield prompts, whose texts are tokenized before in several threads, some at a time.
+
+    Args:
+        tokenizer: of the texts; the calling thread takes the tokens from it.
+        prompts: texts, tokens or errors.
+    """
+    prompts = iter(prompts)
+    while group := list(islice(prompts, _TOGETHER)):
+        texts = [prompt for prompt in group if isinstance(prompt, str)]
+        if tokenizer is not None and len(texts) > 1:
+            tokenizer.encode_ahead(texts)
+        yield from group
 
 
 def admit_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -216,7 +249,10 @@ def admitted_token_ids(prompt: Iterable[object], vocab_size: int) -> list[int]:
     # Long prompts of Python integers take no loop in Python.
     if set(map(type, items)) != {int}:
         items = [_integer(item) for item in items]
-    token_ids = cast("list[int]", items)
+    return _in_vocabulary(cast("list[int]", items), vocab_size)
+
+
+def _in_vocabulary(token_ids: list[int], vocab_size: int) -> list[int]:
     wrong = _unknown_token(token_ids, vocab_size)
     if wrong is not None:
         raise RequestError("prompt", wrong, f"the model's token ids are 0 to {vocab_size - 1}")

@@ -247,10 +247,11 @@ class AsyncLLM(AsyncPooling):
         problem = self.problem
         if problem is not None and not (continues and problem.code == "shutting_down"):
             raise problem
-        # Stop strings are found on this side, where text is assembled.
-        sampling = params if isinstance(params, SamplingParams) else NO_SAMPLING
-        bare = admitted_bad_words(sampling, self.tokenizer)
-        bare = bare.with_checked(stop=(), include_stop_str_in_output=False, detokenize=False)
+        sampling, sent = NO_SAMPLING, params
+        if isinstance(params, SamplingParams):
+            # Stop strings are found on this side, where text is assembled.
+            sampling, bare = params, admitted_bad_words(params, self.tokenizer)
+            sent = bare.with_checked(stop=(), include_stop_str_in_output=False, detokenize=False)
         indices = itertools.count()
         call = Call(
             [
@@ -270,7 +271,6 @@ class AsyncLLM(AsyncPooling):
         for prompt in call.prompts:
             self._open[prompt.key] = call, prompt
             self.num_open += sampling.n
-        sent = bare if sampling is params else params
         self._send(Add({prompt.key: prompt.token_ids for prompt in call.prompts}, sent, priority, cache_salt))
         return call
 

@@ -45,6 +45,7 @@ from phonograph.runner.runner import CaptureReport, Runner
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.verify_subject import RunnerSubject
+from phonograph.sampling.logprobs import ScoreKind
 from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.draft_depths import DraftDepths
 from phonograph.scheduling.request_blocks import Checkpoints
@@ -286,6 +287,7 @@ def make_runner(
             device=platform.device,
             seed=plan.config.seed,
             batch_invariant=plan.attention.batch_invariant,
+            scores=ScoreKind.named(plan.config.logprobs_mode),
         )
     builder = GroupBuilder(parts.backends)
     device_parts = platform.make_parts(plan, replace(parts, units=builder.units), sampler)

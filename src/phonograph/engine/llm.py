@@ -9,7 +9,7 @@ from typing import Any
 
 from phonograph.core.beam_search_params import BeamSearchParams
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.admission import admitted_prompt
+from phonograph.engine.admission import admitted_prompt, refuse_logits
 from phonograph.engine.offline.answer_inputs import answer_inputs, complete_outputs, enqueue_inputs
 from phonograph.engine.offline.beam_search import BeamSearchOutput, beam_search, completed
 from phonograph.engine.offline.interrupts import deferred_interrupts
@@ -318,7 +318,7 @@ class LLM(PooledEngine):
             use_tqdm: no effect; there is no bar.
 
         Raises:
-            RequestError: a prompt cannot be served.
+            RequestError: a prompt cannot be served, or the engine reports logits as log-probabilities.
 
         Example:
             ```python
@@ -332,6 +332,7 @@ class LLM(PooledEngine):
         refuse_unsupported(lora_request=lora_request)
         if not isinstance(params, BeamSearchParams):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RequestError("params", params, "must be BeamSearchParams")
+        refuse_logits(self.config.logprobs_mode, "a beam search")
         inputs = [plain_prompt(prompt) for prompt in prompt_list(prompts)]
         with self._calls.held("beam_search"):
             session, tokenizer, vocab_size = self.session, self.tokenizer, self.plan.model.vocab_size

@@ -213,7 +213,7 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         """True if no sample grows any more."""
-        return self.error is not None or all(output.finish_reason is not None for output in self.outputs)
+        return self.error is not None or None not in [output.finish_reason for output in self.outputs]
 
 
 class PoolingOutput:

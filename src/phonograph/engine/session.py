@@ -152,12 +152,12 @@ class Session:
             refuse_generation(self._model.pooler)
             admit_encoder_input(prompt, self._model.encoder, self._model.vocab_size)
             token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
-        params = admitted_bad_words(params, self.tokenizer)
-        admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.context_len)
-        admit_stops(params, self.tokenizer)
-        if params.seed is None:
-            # Drawn once, so that a preempted request continues with the same seed.
-            params = params.with_checked(seed=self._seeds.getrandbits(63))
+            params = admitted_bad_words(params, self.tokenizer)
+            admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.context_len)
+            admit_stops(params, self.tokenizer)
+            if params.seed is None:
+                # Drawn once, so that a preempted request continues with the same seed.
+                params = params.with_checked(seed=self._seeds.getrandbits(63))
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
         admit_names(request_id, priority)
         admit_cache_salt(cache_salt)

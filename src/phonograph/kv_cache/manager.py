@@ -116,30 +116,29 @@ class CacheManager:
             matched, num_cached = self._longest_prefix(table, num_tokens)
             if self.checkpoints is not None:
                 num_cached = self._last_checkpoint(table, num_cached)
-        found: list[tuple[int, list[int]]] = []
+        found: list[tuple[BlockGroup, int, int, list[int]]] = []
         needed = reserve
-        lengths = [
-            table.encoder_len if index in self._cross else num_tokens + ahead for index in range(len(self._groups))
-        ]
-        for index, (group, length) in enumerate(zip(self._groups, lengths, strict=True)):
-            first, most = group.first_block(num_cached), group.most_blocks(length, 0)
+        for index, group in enumerate(self._groups):
+            length, first, most, keys = num_tokens + ahead, group.first_block(num_cached), 0, list[bytes]()
             if index in self._cross:
+                length = table.encoder_len
+                most = group.most_blocks(length, 0)
                 keys = table.encoder_keys(index, most) if reuse and self._enable_prefix_caching else []
-            else:
+            elif num_cached:
                 keys = table.keys(index, first, num_cached // group.block_size)
             block_ids = [block_id for key in keys if (block_id := pool.find(key)) is not None]
             if index in self._cross:
                 table.encoded = len(block_ids) == most
                 block_ids = block_ids if table.encoded else []
-            found.append((first, block_ids))
+            found.append((group, length, first, block_ids))
             needed += group.most_blocks(length, first)
             if index not in self._sliding:
                 needed -= sum(map(pool.is_used, block_ids))
         if needed > pool.num_free:
             return None
-        for _, block_ids in found:
+        for *_, block_ids in found:
             pool.share(block_ids)  # before allocation, which may evict found blocks
-        for group, length, one, (first, block_ids) in zip(self._groups, lengths, table.groups, found, strict=True):
+        for one, (group, length, first, block_ids) in zip(table.groups, found, strict=True):
             fresh = group.blocks_at_admission(length, num_cached) - first - len(block_ids)
             one.first = first
             one.block_ids = [FREED] * first + block_ids + [pool.allocate() for _ in range(fresh)]

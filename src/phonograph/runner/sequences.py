@@ -73,4 +73,5 @@ class Sequences:
         failures: SlotFailures,
     ) -> dict[int, list[TokenLogprobs]]:
         """Compute the log-probabilities of prompt tokens; see `step_prompt_logprobs`."""
-        return step_prompt_logprobs(batch, self._live, hidden_TE, logits_fn, failures)
+        as_logits = self._sampler is not None and self._sampler.scores.as_logits
+        return step_prompt_logprobs(batch, self._live, hidden_TE, logits_fn, failures, as_logits=as_logits)

@@ -182,7 +182,8 @@ class RowsInFlight:
         if self.arrived is not None:
             self.arrived.synchronize()
         output, batch, pooler = self.output, self.batch, self.pooler
-        tokens = self.rows if pooler.pooling == "all" else self.of_tokens
+        rows, tokens = self.rows.numpy(), None if self.of_tokens is None else self.of_tokens.numpy()
+        tokens = rows if pooler.pooling == "all" else tokens
         prompts: dict[int, np.ndarray] = {}
         end = 0
         for row, (slot, length) in enumerate(zip(batch.slots, batch.query_lens, strict=True)):
@@ -190,9 +191,9 @@ class RowsInFlight:
             if not batch.samples[row]:
                 continue
             if tokens is not None and (pooler.pooling == "all" or self.params[slot].task in TOKEN_TASKS):
-                prompts[slot] = tokens[end - length : end].numpy()
+                prompts[slot] = tokens[end - length : end]
             else:
-                prompts[slot] = self.rows[row].numpy()
+                prompts[slot] = rows[row]
         failures = SlotFailures()
         failures.by_slot = output.failures
         output.slots, output.token_ids = [*prompts], [[] for _ in prompts]

@@ -55,8 +55,8 @@ def finish_prompts(
         wanted = activates if one.use_activation is None else one.use_activation
         rows = np.stack([prompts[slot] for slot in slots])[..., : one.dimensions]
         rows = finish_rows(rows, activation if wanted else "none")
-        for slot, row in zip(slots, rows, strict=True):
-            found[slot] = row
-            if not np.isfinite(row).all():
-                failures.by_slot.setdefault(slot, SlotFailure("pooling", NOT_FINITE))
+        found.update(zip(slots, rows, strict=True))
+        finite = np.isfinite(rows).reshape(len(rows), -1).all(1)
+        for at in np.flatnonzero(~finite):
+            failures.by_slot.setdefault(slots[at], SlotFailure("pooling", NOT_FINITE))
     return found

@@ -1,11 +1,7 @@
 """Sampling: chooses the next token of each sequence from its logits, by the parameters loaded in its slot.
 
-Rows are grouped by their parameters. A greedy batch is one argmax. Top-k ranks k candidates and draws noise for those
-only. Top-p ranks the most likely tokens first and sorts a whole row only if these do not reach p. Plain temperature
-sampling draws noise for the whole vocabulary, without sorting.
-
-Order of processing: logit bias and the mask of min_tokens, penalties, the mask of a grammar, temperature, min-p, top-k,
-top-p. The group of a row depends only on its own parameters and logits, so other rows cannot change its draws.
+A greedy batch is one argmax. Order of processing: logit bias and the mask of min_tokens, penalties, the mask of a
+grammar, temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -24,14 +20,14 @@ from phonograph.core.batch import SlotFailure, TokenLogprobs
 from phonograph.core.grammar import Grammar
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.kernels.torch import sampling
+from phonograph.kernels.torch.sampling import Rows
+from phonograph.sampling.draw_tokens import draw_tokens
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.grammar_masks import GrammarMasks
-from phonograph.sampling.logprobs import padded, token_logprobs
+from phonograph.sampling.logprobs import RAW_LOGPROBS, ScoreKind, padded, token_logprobs
 from phonograph.sampling.penalties import Penalties
 from phonograph.sampling.slot_edits import SlotEdits
 
-# Candidates to rank before a whole row is sorted.
-_HEAD = 1024
 # Logits per chunk: on a CPU what the cache holds, on a GPU enough to fill it.
 _CHUNK_LOGITS = {"cpu": 2**17, "cuda": 2**22}
 _BYTES_PER_LOGIT = 84
@@ -44,7 +40,7 @@ class Sampled:
 
     Attributes:
         token_ids: in the order of the slots; -1 for a slot without a token (NaN or +inf among its logits, or all -inf).
-        logprobs: by slot, for requests with `logprobs` and a token; of the model's raw logits.
+        logprobs: by slot, for requests with `logprobs` and a token; numbers of the sampler's `scores`.
         failures: by slot, errors of the work for it.
     """
 
@@ -83,6 +79,7 @@ class Sampler:
         device: device of the logits.
         seed: requests without a seed take one from it, in order of loading. None uses the operating system's entropy.
         batch_invariant: process rows one by one, because torch's sums depend on their number.
+        scores: numbers to report as log-probabilities.
 
     Attributes:
         grammars: token masks of slots with a grammar.
@@ -102,8 +99,10 @@ class Sampler:
         device: torch.device,
         seed: int | None,
         batch_invariant: bool = False,
+        scores: ScoreKind = RAW_LOGPROBS,
     ) -> None:
         self.vocab_size = vocab_size
+        self.scores = scores
         self.device = device
         self._seeds = random.Random(seed)
         self._penalties = Penalties(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
@@ -276,20 +275,46 @@ class Sampler:
             lists = [self.listed[slot] for slot in scored_slots] if self.lists[scored_slots[0]] else None
             listed = None if lists is None else self._to_device(padded(lists))
             tops: list[int] = self.logprobs[scored_slots].tolist()
-            found = token_logprobs(logits_NV[self._to_device(np.array(rows))], tokens, tops, listed)
+            logits = logits_NV[self._to_device(np.array(rows))]
+            if self.scores.processed:
+                edited = self._edit(logits, by_row[rows], draws[rows], failures)
+                logits = self.filtered(edited, by_row[rows], tokens)
+            found = token_logprobs(logits, tokens, tops, listed, as_logits=self.scores.as_logits)
             sampled.logprobs |= zip(scored_slots, found, strict=True)
 
         for rows in _pieces(range(len(slots)), self.chunk_rows):
             failures.run_rows(rows, slots, "sampling", choose)
         chosen = np.array(sampled.token_ids) >= 0
-        failures.run_rows(np.flatnonzero(self._penalized[by_row] & chosen).tolist(), slots, "penalties", count)
-        for row in np.flatnonzero(self.grammars.constrained[by_row] & chosen).tolist():
-            self.grammars.accept(slots[row], sampled.token_ids[row], failures)
+        # Processed logits are those before the token is counted.
         scored = (self.logprobs[by_row] >= 0) & chosen
         for kind in (scored & ~self.lists[by_row], scored & self.lists[by_row]):
             for rows in _pieces(np.flatnonzero(kind).tolist(), self.chunk_rows):
                 failures.run_rows(rows, slots, "log-probabilities", score)
+        failures.run_rows(np.flatnonzero(self._penalized[by_row] & chosen).tolist(), slots, "penalties", count)
+        for row in np.flatnonzero(self.grammars.constrained[by_row] & chosen).tolist():
+            self.grammars.accept(slots[row], sampled.token_ids[row], failures)
         return sampled
+
+    def filtered(self, edited_NV: torch.Tensor, by_row: np.ndarray, tokens_N: torch.Tensor) -> torch.Tensor:
+        """Return logits as tokens are drawn from them: divided by temperatures, and -inf for tokens that are removed.
+
+        Args:
+            edited_NV: logits with bias, penalties and masks.
+            by_row: slot of each row.
+            tokens_N: int64, token of each row.
+        """
+        out_NV = edited_NV.to(torch.float32, copy=True)
+        drawn = np.flatnonzero(self._temperature[by_row] > 0.0)
+        if drawn.size:
+            rows_G, slots = self._to_device(drawn), by_row[drawn]
+            logits_GV = out_NV[rows_G]
+            rows = self._rows(logits_GV, logits_GV.amax(dim=-1), slots, np.zeros_like(slots))
+            by_rank = bool(((self._top_k[slots] > 0) | (self._top_p[slots] < 1.0)).any())
+            found_GV = sampling.filtered(rows, tokens_N[rows_G], by_rank=by_rank)
+            if self.scores.as_logits:
+                found_GV += (rows.max_N / rows.temperature_N).to(torch.float32)[:, None]
+            out_NV[rows_G] = found_GV
+        return out_NV
 
     def _choose(
         self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray, failures: SlotFailures
@@ -297,8 +322,10 @@ class Sampler:
         """Return the tokens of a few rows, -1 for none, without changing any state."""
         edited_NV = self._edit(logits_NV, by_row, draws, failures)
         max_N, tokens_N = edited_NV.max(dim=-1)  # of equal maxima the first
-        if (self._temperature[by_row] > 0.0).any():
-            self._sample_random(edited_NV, max_N, by_row, draws, tokens_N)
+        temperature = self._temperature[by_row]
+        if (temperature > 0.0).any():
+            rows = self._rows(edited_NV, max_N, by_row, draws)
+            draw_tokens(rows, temperature, self._top_k[by_row], self._top_p[by_row], tokens_N)
         return tokens_N.where(max_N.isfinite(), -1).tolist()
 
     def _edit(
@@ -325,49 +352,20 @@ class Sampler:
             self.grammars.apply(edited_NV, ruled, by_row[ruled].tolist(), failures)
         return edited_NV
 
-    def _sample_random(
-        self,
-        logits_NV: torch.Tensor,
-        max_N: torch.Tensor,
-        by_row: np.ndarray,
-        draws: np.ndarray,
-        tokens_N: torch.Tensor,
-    ) -> None:
-        """Draw tokens for the rows that are not greedy, into `tokens_N`."""
-        temperature, top_k, top_p = self._temperature[by_row], self._top_k[by_row], self._top_p[by_row]
+    def _rows(self, logits_NV: torch.Tensor, max_N: torch.Tensor, by_row: np.ndarray, draws: np.ndarray) -> Rows:
+        """Return rows with the parameters of their slots."""
         keys_N = sampling.draw_keys(torch.from_numpy(self._stream_key[by_row]), torch.from_numpy(draws))
-        floats_3N = self._to_device(np.stack((temperature, self._min_p[by_row], top_p)))
-        batch = sampling.Rows(
+        temperature, min_p, top_p = self._temperature[by_row], self._min_p[by_row], self._top_p[by_row]
+        floats_3N = self._to_device(np.stack((temperature, min_p, top_p)))
+        return Rows(
             logits_NV=logits_NV,
             max_N=max_N,
-            keys_N=keys_N.to(self.device),
+            keys_N=self._to_device(keys_N.numpy()),
             temperature_N=floats_3N[0],
             min_p_N=floats_3N[1],
             top_p_N=floats_3N[2],
-            top_k_N=self._to_device(top_k),
+            top_k_N=self._to_device(self._top_k[by_row]),
         )
-
-        def by_top_k(rows: sampling.Rows) -> torch.Tensor:
-            return sampling.sample_ranked(rows, int(top_k[narrow].max()))
-
-        def by_head(rows: sampling.Rows) -> torch.Tensor:
-            tokens_C, holds_C = sampling.sample_nucleus(rows, _HEAD)
-            if not holds_C.all():
-                tokens_C[~holds_C] = sampling.sample_ranked(rows.take(~holds_C), self.vocab_size)
-            return tokens_C
-
-        def by_all(rows: sampling.Rows) -> torch.Tensor:
-            return sampling.sample_ranked(rows, self.vocab_size)
-
-        drawn = temperature > 0.0
-        nucleus = drawn & (top_k == 0) & (top_p < 1.0) & (self.vocab_size > _HEAD)
-        full = drawn & (top_k == 0) & (top_p == 1.0)
-        narrow = drawn & (top_k > 0) & (top_k <= _HEAD)
-        groups = (full, narrow, nucleus, drawn & ~nucleus & ~full & ~narrow)
-        for group, draw in zip(groups, (sampling.sample_full, by_top_k, by_head, by_all), strict=True):
-            if group.any():
-                rows_G = self._to_device(np.flatnonzero(group))
-                tokens_N[rows_G] = draw(batch.take(rows_G))
 
     def _scatter(self, rows: np.ndarray, ids: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index of the elements `ids[i]` of row `rows[i]`, for all i."""
@@ -375,7 +373,8 @@ class Sampler:
         return self._to_device(repeated), self._to_device(np.concatenate(ids))
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        sent = torch.from_numpy(array)
+        return sent.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else sent
 
 
 def _chunk_rows(vocab_size: int, device_type: str) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.kernels.logit_edits import BIAS_BIT, BIAS_ENTRIES, END_BIT, NUM_FACTORS, PROMPT_BIT
+from phonograph.kernels.torch.sampling import penalize
 
 
 class SlotEdits:
@@ -56,6 +57,28 @@ class SlotEdits:
         _send(np.array(factors, np.float32), self.factors[slot])
         _send(words.view(np.int32), self.words[slot])
         return True
+
+    def apply(
+        self, logits_NV: torch.Tensor, slots_N: torch.Tensor, kinds_N: torch.Tensor, counted_NK: torch.Tensor
+    ) -> torch.Tensor:
+        """Return edited logits, float32, as the kernels read them, without waiting for a device.
+
+        Args:
+            logits_NV: float32.
+            slots_N: int64, slot of each row.
+            kinds_N: int32, as `LogitEdits.edits`.
+            counted_NK: int64, tokens that the words count and that do not come before the row; below 0 for none.
+        """
+        words_NV = self.words[slots_N]
+        counts_NV = words_NV & ((1 << PROMPT_BIT) - 1)
+        counts_NV.scatter_add_(-1, counted_NK.clamp(min=0), -(counted_NK >= 0).to(torch.int32))
+        places_NV = ((words_NV >> BIAS_BIT) & (BIAS_ENTRIES - 1)).to(torch.int64)
+        edited_NV = logits_NV + self.biases[slots_N].gather(-1, places_NV)
+        ends_NV = ((words_NV >> END_BIT) & 1).to(torch.bool) & (kinds_N > 1)[:, None]
+        edited_NV.masked_fill_(ends_NV, -torch.inf)
+        in_prompt_NV = ((words_NV >> PROMPT_BIT) & 1).to(torch.bool)
+        edited_NV = penalize(edited_NV, in_prompt_NV, counts_NV, *self.factors[slots_N, :3].unbind(dim=-1))
+        return torch.where((kinds_N > 0)[:, None], edited_NV, logits_NV)
 
 
 def _send(array: np.ndarray, target: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ class RequestBlocks:
         *,
         enable_prefix_caching: bool,
     ) -> None:
-        self._checkpoints = checkpoints
+        self._caches, self._checkpoints = enable_prefix_caching, checkpoints
         self._restored: list[StateCopy] = []
         self._saved: list[StateCopy] = []
         self.groups = tuple(groups)
@@ -98,6 +98,7 @@ class RequestBlocks:
                 continue
             self._step_blocks[group.window] += blocks_for(1 + most_drafts, group.block_size)
         self._slides = any(group.window is not None for group in groups)
+        self._main_group = next((index for index, group in enumerate(groups) if group.window is None), 0)
 
     @property
     def longest_request(self) -> int:
@@ -121,14 +122,15 @@ class RequestBlocks:
 
         `extend` comes next; it copies a tail.
         """
-        if self._limits.whole_prompts and request.num_tokens > budget:
+        num_tokens = request.num_tokens
+        if self._limits.whole_prompts and num_tokens > budget:
             return None
         # Each sequence may soon need further blocks. Without these in reserve, admission would cause preemption.
         growth = self.growth(decodes)
         reserve = growth + self._step_blocks.total() if decodes else 0
-        ahead = min(self.ahead, request.max_len - 1 - request.num_tokens)
+        ahead = min(self.ahead, request.max_len - 1 - num_tokens)
         table = self.tables[request.request_id]
-        num_cached = self.cache.admit(table, request.num_tokens, reserve=reserve, reuse=reuse, ahead=ahead)
+        num_cached = self.cache.admit(table, num_tokens, reserve=reserve, reuse=reuse, ahead=ahead)
         request.encoded = table.encoded
         if self._draft_caches is not None and num_cached is not None:
             for one in table.groups:
@@ -136,7 +138,7 @@ class RequestBlocks:
             shared = chain.from_iterable(one.block_ids[: one.num_published] for one in table.groups)
             self._draft_caches.admit(request, shared, len(decodes))
         self._sources = [] if num_cached is None or not reuse else self.tails.block_ids(request, num_cached)
-        return request.num_tokens - 1 if self._sources else num_cached
+        return num_tokens - 1 if self._sources else num_cached
 
     @property
     def checkpoint_counts(self) -> CheckpointCounts:
@@ -182,25 +184,25 @@ class RequestBlocks:
         Attention may read such blocks once for neighbours. Results do not depend on the order. Without a group of full
         attention, the blocks in the window of both count.
         """
-        first_group = 0 if self.groups else None
-        index = next((index for index, group in enumerate(self.groups) if group.window is None), first_group)
+        index, references = self._main_group, self.cache.pool.num_references
+        table = self.tables[request.request_id].groups[index]
+        if self.groups[index].window is None:
+            most = bisect_left(table.held, True, key=lambda block_id: references(block_id) == 1)
+        else:
+            # Others may have freed the first ones.
+            most = max((at for at, one in enumerate(table.held, table.first + 1) if references(one) > 1), default=0)
+        if not most:
+            decodes[request.slot] = request
+            return decodes
         items = [*decodes.items()]
         place, best = len(items), 0
-        if index is not None:
-            table = self.tables[request.request_id].groups[index]
-            references, held = self.cache.pool.num_references, table.held
-            if self.groups[index].window is None:
-                most = bisect_left(held, True, key=lambda block_id: references(block_id) == 1)
-            else:
-                # Others may have freed the first ones.
-                most = max((at for at, one in enumerate(held, table.first + 1) if references(one) > 1), default=0)
-            # After the last of several: two that share more stay neighbours.
-            for after in range(len(items), 0, -1):
-                if best == most:
-                    break
-                other = self.tables[items[after - 1][1].request_id].groups[index]
-                if (shared := _num_shared(table, other)) > best:
-                    place, best = after, shared
+        # After the last of several: two that share more stay neighbours.
+        for after in range(len(items), 0, -1):
+            if best == most:
+                break
+            other = self.tables[items[after - 1][1].request_id].groups[index]
+            if (shared := _num_shared(table, other)) > best:
+                place, best = after, shared
         items.insert(place, (request.slot, request))
         return dict(items)
 
@@ -216,6 +218,8 @@ class RequestBlocks:
     def publish(self, request: Request) -> SequenceTable:
         """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
         table = self.tables[request.request_id]
+        if not self._caches:
+            return table
         before = [one.num_published for one in table.groups] if self._draft_caches is not None else ()
         self.cache.publish(table, request.num_computed)
         if self._draft_caches is not None:
@@ -261,8 +265,9 @@ class RequestBlocks:
                 BlockAppend(slot=request.slot, start=one.first, block_ids=one.held, group=group)
                 for group, one in enumerate(table.groups)
             ]
-            targets = [one.block_ids[request.num_computed // self.step] for one in table.groups if self._sources]
-            self._copies += zip(self._sources, targets, strict=True)
+            if self._sources:
+                targets = [one.block_ids[request.num_computed // self.step] for one in table.groups]
+                self._copies += zip(self._sources, targets, strict=True)
         appends += fresh
 
     def take_copies(self) -> BatchCopies:
@@ -307,10 +312,10 @@ class RequestBlocks:
         Those of a step for each in each group. Past the window a sequence frees as many blocks of a sliding group as it
         takes.
         """
-        lengths = [request.min_computed for request in decodes]
         count = 0
         for window, num_blocks in self._step_blocks.items():
-            count += num_blocks * (len(lengths) if window is None else sum(length < window for length in lengths))
+            below = decodes if window is None else [one for one in decodes if one.min_computed < window]
+            count += num_blocks * len(below)
         return count
 
 

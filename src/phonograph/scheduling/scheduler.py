@@ -244,12 +244,12 @@ class Scheduler:
             self._blocks.extend(request, context + query_len, appends, is_new=is_new)
             request.min_computed = request.max_computed = context + query_len
             self._blocks.publish(request)
-            complete = context + query_len == request.num_tokens
+            complete = context + query_len == (num_tokens := request.num_tokens)
             if complete:
                 self._prefilling = None
                 self._decoding = self._blocks.place(request, self._decoding)
                 self._prefilled.append(request)
-                if request.num_tokens + 1 == request.max_len:
+                if num_tokens + 1 == request.max_len:
                     self._last_scheduled.append(request)
                 else:
                     self._blocks.tails.computes(request)
@@ -353,9 +353,9 @@ class Scheduler:
         if resumed and any(request in requests for _, requests in self._in_flight):
             return None  # some of its tokens are still unknown
         # Prompt logprobs need the logits of all prompt tokens; a preemption may have interrupted them.
-        if request.unscored:
+        if unscored := request.unscored:
             request.prompt_logprobs.clear()
-        reuse = not (request.unscored or request.params.skip_reading_prefix_cache)
+        reuse = not (unscored or request.params.skip_reading_prefix_cache)
         if reuse and self._blocks.tails.is_worth_waiting(request, islice(self._waiting, len(self._free_slots))):
             return None
         num_cached = self._blocks.admit(request, self._decoding.values(), budget=budget, reuse=reuse)

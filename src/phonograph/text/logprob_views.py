@@ -21,7 +21,7 @@ class Logprob(NamedTuple):
     r"""Log-probability of one token at one position.
 
     Attributes:
-        logprob: natural logarithm of the probability.
+        logprob: natural logarithm of the probability, or what the engine's `logprobs_mode` has in its place.
         rank: 1 + the number of tokens that are more likely.
         decoded_token: text of the token, or None without a tokenizer. The bytes of a part of a character are written
             as in `bytes:\xe2`.

@@ -22,6 +22,7 @@ from phonograph.text.detokenizer import TokenBytes, TokenStream
 from phonograph.text.gguf_tokenizer import has_gguf_tokenizer, make_gguf_tokenizer
 from phonograph.text.kept_places import kept_places
 from phonograph.text.light_tokenizer import LightTokenizer, read_light_tokenizer
+from phonograph.text.texts_ahead import TextsAhead
 from phonograph.text.token_texts import TokenTexts
 
 ChatMessage = dict[str, Any]
@@ -45,7 +46,7 @@ class Tokenizer:
         self._use(tokenizer)
 
     def _use(self, tokenizer: Any) -> None:
-        self._ahead: dict[str, list[int]] = {}
+        self._ahead = TextsAhead(tokenizer)
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # Files of sentence-transformers have a length to which texts are cut and padded.
@@ -133,15 +134,11 @@ class Tokenizer:
         return max(self._backend.get_vocab().values()) + 1
 
     def encode_ahead(self, texts: Sequence[str]) -> None:
-        """Tokenize texts in several threads, for one `encode` or `encode_cut` of each, with special tokens.
+        """Tokenize texts in several threads, for one `encode` or `encode_cut` of each by the calling thread.
 
-        If one of them is not valid Unicode, nothing is done ahead.
+        They get special tokens. If one of them is not valid Unicode, nothing is done ahead.
         """
-        try:
-            found = self._tokenizer(list(texts), add_special_tokens=True, return_attention_mask=False)["input_ids"]
-        except (TypeError, UnicodeEncodeError):
-            found = []
-        self._ahead = dict(zip(texts, map(list, found), strict=False))
+        self._ahead.encode(texts)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, by default with the special tokens that the model expects around it.
@@ -149,7 +146,7 @@ class Tokenizer:
         Raises:
             RequestError: the text has a lone surrogate, which is not valid Unicode.
         """
-        if add_special_tokens and (ahead := self._ahead.pop(text, None)) is not None:
+        if add_special_tokens and (ahead := self._ahead.take(text)) is not None:
             return ahead
         try:
             # The mask of ones would take as long as the ids.
@@ -186,7 +183,7 @@ class Tokenizer:
                 texts of a pair.
         """
         if pair is None and special and not typed:
-            ahead = self._ahead.pop(text, None)
+            ahead = self._ahead.take(text)
             if ahead is not None and (most is None or len(ahead) <= most):
                 return ahead
         try:

@@ -18,6 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.admission import refuse_logits
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError, RequestError
 
@@ -63,6 +64,7 @@ class PhonographLM(TemplateLM):
         if llm is not None and settings:
             raise ConfigError("llm", "an engine", f"has its settings; leave out {', '.join(settings)}")
         self.llm = llm or LLM(**settings)
+        refuse_logits(self.llm.config.logprobs_mode, "the harness")
         found = self.llm.tokenizer
         if found is None:
             raise ConfigError("tokenizer", self.llm.config.tokenizer, "the harness asks in text; give the model one")

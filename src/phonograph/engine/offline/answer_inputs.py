@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.admission import Prompt
+from phonograph.engine.admission import Prompt, tokenized_ahead
 from phonograph.engine.offline.interrupts import deferred_interrupts
 from phonograph.engine.offline.prompts import salt_of
 from phonograph.engine.outputs import RequestOutput
@@ -21,8 +22,8 @@ from phonograph.errors import RequestError, shortened
 
 Input = TypeVar("Input")
 Params = SamplingParams | PoolingParams
-_TOGETHER = 64
-"""Texts that are tokenized at the same time."""
+_MANY = 64
+"""Inputs of a call that takes longer than to set the garbage collector aside."""
 
 
 def answer_inputs(
@@ -52,15 +53,14 @@ def answer_inputs(
     ahead = scheduler.limits.max_num_seqs if scheduler.policy == "fcfs" else len(inputs)
     with (
         deferred_interrupts() as interrupted,
-        ExitStack() as aborts,
+        _aborts(session, outputs),
+        _old_objects_frozen(len(inputs)),
         _progress_bar(len(inputs), use_tqdm) as report,
     ):
         while True:
             # Prompts are encoded between steps, so that the first step does not wait for the last prompt.
             while scheduler.num_waiting < ahead and not interrupted() and (output := next(queue, None)) is not None:
                 outputs.append(output)
-                # No effect on an answered request. If the call fails, each abort runs, even after one that raises.
-                aborts.callback(session.abort, output)
                 report([output], 0)
             if interrupted():
                 raise KeyboardInterrupt
@@ -108,15 +108,14 @@ def complete_outputs(session: Session, outputs: Sequence[RequestOutput], *, use_
     _check_progress(use_tqdm)
     with (
         deferred_interrupts() as interrupted,
-        ExitStack() as aborts,
+        _aborts(session, outputs),
         _progress_bar(len(outputs), use_tqdm) as report,
     ):
-        for output in outputs:
-            aborts.callback(session.abort, output)
-            report([output], 0)
+        report(outputs, 0)
+        waiting = {id(output) for output in outputs}
         while not interrupted() and not all(output.finished for output in outputs):
             changed = session.step()
-            report([output for output in outputs if any(output is one for one in changed)], len(changed))
+            report([output for output in changed if id(output) in waiting], len(changed))
     if interrupted():
         raise KeyboardInterrupt
 
@@ -158,41 +157,68 @@ def _queue(
 def _prompts(
     session: Session, inputs: Sequence[Input], encode: Callable[[Input], Prompt]
 ) -> Iterator[Prompt | RequestError]:
-    """Yield what `encode` returns or raises for each input. Texts are tokenized ahead, in several threads."""
-    for start in range(0, len(inputs), _TOGETHER):
-        prompts: list[Prompt | RequestError] = []
-        for item in inputs[start : start + _TOGETHER]:
+    """Return what `encode` returns or raises for each input. Texts are tokenized ahead, in several threads."""
+
+    def prompts() -> Iterator[Prompt | RequestError]:
+        for item in inputs:
             try:
-                prompts.append(encode(item))
+                yield encode(item)
             except RequestError as error:
-                prompts.append(error)
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if session.tokenizer is not None and len(texts) > 1:
-            session.tokenizer.encode_ahead(texts)
-        yield from prompts
+                yield error
+
+    return tokenized_ahead(session.tokenizer, prompts())
 
 
 @contextmanager
-def _progress_bar(total: int, use_tqdm: bool) -> Generator[Callable[[list[RequestOutput], int], None]]:
+def _aborts(session: Session, outputs: Sequence[RequestOutput]) -> Generator[None]:
+    """End the unfinished requests when the context ends. Each abort runs, even after one that raises."""
+    with ExitStack() as aborts:
+        try:
+            yield
+        finally:
+            aborts.callback(session.core.settle)
+            for output in outputs:
+                if not output.finished:
+                    aborts.callback(session.abort, output)
+
+
+@contextmanager
+def _old_objects_frozen(num_inputs: int) -> Generator[None]:
+    """Leave objects from before a call of many inputs out of the garbage collections of the call."""
+    freezes = num_inputs >= _MANY and gc.isenabled() and not gc.get_freeze_count()
+    if freezes:
+        gc.collect(1)
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+
+
+@contextmanager
+def _progress_bar(total: int, use_tqdm: bool) -> Generator[Callable[[Sequence[RequestOutput], int], None]]:
     """Show the number of answered requests and tokens per second on stderr, if that is a terminal.
 
     Yields:
         A function that takes the changed outputs and the number of their new tokens.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True) if use_tqdm else None
+    if console is None or not console.is_terminal:
+        yield lambda changed, new_tokens: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     start = time.perf_counter()
     done = tokens = 0
-    with Progress(*columns, console=console, disable=not (use_tqdm and console.is_terminal)) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("requests", total=total)
 
-        def report(changed: list[RequestOutput], new_tokens: int) -> None:
+        def report(changed: Sequence[RequestOutput], new_tokens: int) -> None:
             nonlocal done, tokens
             done += sum(output.finished for output in changed)
             tokens += new_tokens
-            if not bar.disable:
-                speed = tokens / (time.perf_counter() - start)
-                bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
+            speed = tokens / (time.perf_counter() - start)
+            bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
 
         yield report
 

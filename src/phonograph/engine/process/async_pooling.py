@@ -9,7 +9,7 @@ from functools import cached_property
 
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.token_types import plain_ids
-from phonograph.engine.admission import Prompt, admit_names, admitted_pooling, admitted_whole_prompt
+from phonograph.engine.admission import Prompt, admit_names, admitted_pooling, admitted_whole_prompt, tokenized_ahead
 from phonograph.engine.offline.audio_prompts import encoder_prompt
 from phonograph.engine.offline.pooled_inputs import PooledInputs
 from phonograph.engine.offline.prompts import PromptInput, plain_prompt
@@ -116,5 +116,5 @@ class AsyncPooling(AsyncVerbs):
         admitted_pooling(params, facts.pooler, facts.row_size)
         return [
             admitted_whole_prompt(prompt, params, self.tokenizer, facts.vocab_size, facts.context_len)
-            for prompt in prompts
+            for prompt in tokenized_ahead(self.tokenizer, prompts)
         ]

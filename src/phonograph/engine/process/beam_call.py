@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.beam_search_params import BeamSearchParams
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.admission import refuse_logits
 from phonograph.engine.offline.beam_search import BeamSearchSequence, beam_search
 from phonograph.engine.process.calls import Call, Prompt, Sample
 from phonograph.text.logprob_views import PositionLogprobs
@@ -50,7 +51,9 @@ def open_beams(
 
     Raises:
         EngineUnavailable: the engine does not accept calls.
+        RequestError: the engine reports logits as log-probabilities.
     """
+    refuse_logits(engine.config.logprobs_mode, "a beam search")
     if engine.problem is not None:
         raise engine.problem
     indices = itertools.count()

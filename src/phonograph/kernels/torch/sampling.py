@@ -161,6 +161,24 @@ def filter_ranked(
     return scaled_NK.masked_fill_(mass_before_NK >= limit_N[:, None], -torch.inf)
 
 
+def filtered(rows: Rows, tokens_N: torch.Tensor, *, by_rank: bool) -> torch.Tensor:
+    """Return (logits - max) / temperature, float32 [N, V], with -inf for tokens that the filters of a row remove.
+
+    Args:
+        rows: the rows.
+        tokens_N: int64, token drawn from each row, which is kept where rounding would remove it.
+        by_rank: a row may have top-k or top-p.
+    """
+    scaled_NV = scale(rows.logits_NV, rows, torch.float32)
+    drawn_N1 = (rows.logits_NV.gather(-1, tokens_N[:, None]) - rows.max_N[:, None]).div_(rows.temperature_N[:, None])
+    if by_rank:
+        values_NV, token_ids_NV = ranked(rows.logits_NV, scaled_NV.shape[-1])
+        kept_NV = filter_ranked(scale(values_NV, rows, torch.float64), rows.top_k_N, rows.top_p_N)
+        removed_NV = torch.empty_like(kept_NV, dtype=torch.bool).scatter_(-1, token_ids_NV, kept_NV.isneginf())
+        scaled_NV.masked_fill_(removed_NV, -torch.inf)
+    return scaled_NV.scatter_(-1, tokens_N[:, None], drawn_N1)
+
+
 def penalize(
     logits_NV: torch.Tensor,
     in_prompt_NV: torch.Tensor,

@@ -146,7 +146,7 @@ class CudaSampling:
         batch, sampler, scores = rows.batch, self._sampler, None
         self._masked.follow(self._latest, failures)
         if (sampler.logprobs[rows.slots] >= 0).any():
-            scores = TokenScores(sampler, rows, outputs.logits, plan.masked)
+            scores = TokenScores(sampler, rows, self._inputs, outputs.logits, plan.masked)
         if plan.masked:
             firsts, counts = rows.logits_spans()
             sequences = [

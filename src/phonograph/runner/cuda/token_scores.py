@@ -1,6 +1,7 @@
 """Log-probabilities of a step's tokens, computed behind the step without waiting for the device.
 
 All rows of a sequence are scored, those behind drafts too. The host cuts them to the tokens that the step accepted.
+Processed logits are computed again: the kernels that sample leave none in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 
 from phonograph.core.batch import StepOutput
+from phonograph.kernels.triton.step.accept_drafts import LENGTH_MASK
+from phonograph.runner.cuda.cuda_inputs import CudaInputs
 from phonograph.runner.step_inputs import StepRows
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.logprobs import as_entries, padded, score_listed, score_tokens
@@ -23,17 +26,23 @@ class TokenScores:
     Args:
         sampler: knows what each slot asks for.
         rows: the step.
+        inputs: of the step.
         logits_LV: logits of the step, before rows with a grammar are masked.
-        masked: sequences with a grammar, whose rows are copied.
+        masked: sequences with a grammar, whose rows are copied if scores are of raw logits.
     """
 
-    def __init__(self, sampler: Sampler, rows: StepRows, logits_LV: torch.Tensor, masked: Sequence[int]) -> None:
+    def __init__(
+        self, sampler: Sampler, rows: StepRows, inputs: CudaInputs, logits_LV: torch.Tensor, masked: Sequence[int]
+    ) -> None:
+        self._sampler = sampler
+        self._inputs = inputs
+        self._owners, self._first_rows = rows.owners, rows.logits_spans()[0]
         self._slots = rows.slots[rows.owners]
         self._tops = np.where(rows.samples, sampler.logprobs[rows.slots], -1)[rows.owners]
         self._lists = sampler.lists[self._slots]
         self._listed = sampler.listed
         self._chunk_rows = sampler.chunk_rows
-        is_copied = np.isin(rows.owners, masked) & (self._tops >= 0)
+        is_copied = np.isin(rows.owners, masked) & (self._tops >= 0) & (not sampler.scores.processed)
         self._copied = np.flatnonzero(is_copied)
         self._in_place = np.flatnonzero((self._tops >= 0) & ~is_copied)
         self._copies = logits_LV[_to_device(self._copied, logits_LV)]
@@ -55,11 +64,15 @@ class TokenScores:
                 logits = self._copies[_to_device(np.searchsorted(self._copied, rows), logits_LV)]
             else:
                 logits = logits_LV[numbers]
+            if self._sampler.scores.processed:
+                edited = self._edited(logits.to(torch.float32), np.array(rows), numbers, tokens_L)
+                logits = self._sampler.filtered(edited, self._slots[rows], tokens)
+            as_logits = self._sampler.scores.as_logits
             if self._lists[rows[0]]:
                 listed = padded([self._listed[slot] for slot in self._slots[rows].tolist()])
-                found = score_listed(logits, tokens, _to_device(listed, logits_LV))
+                found = score_listed(logits, tokens, _to_device(listed, logits_LV), as_logits=as_logits)
             else:
-                found = score_tokens(logits, tokens, int(self._tops[rows].max()))
+                found = score_tokens(logits, tokens, int(self._tops[rows].max()), as_logits=as_logits)
             self._scores.append((rows, tuple(_to_host(one) for one in found)))
 
         slots: list[int] = self._slots.tolist()
@@ -68,6 +81,32 @@ class TokenScores:
                 for start in range(0, len(numbers), self._chunk_rows):
                     rows = numbers[start : start + self._chunk_rows]
                     failures.run_rows(rows, slots, "log-probabilities", score)
+
+    def _edited(
+        self, logits_NV: torch.Tensor, rows: np.ndarray, rows_N: torch.Tensor, tokens_L: torch.Tensor
+    ) -> torch.Tensor:
+        """Return logits with the edits that the step's kernels made when they read them.
+
+        Args:
+            logits_NV: logits of some rows, with the masks of grammars.
+            rows: numbers of these rows.
+            rows_N: the same on the device.
+            tokens_L: token of each row of the step, which the words of slots count where the step accepted it.
+        """
+        edits, inputs = self._sampler.edits, self._inputs
+        if edits is None or not self._sampler.kernel_parameters(self._slots[rows]).edits_N.any():
+            return logits_NV
+        owners = self._owners[rows]
+        # Of a sequence the words count the tokens of this row and of the rows after it, up to the last accepted one.
+        after = np.arange(1 + inputs.drafts.shape[1])
+        found_NK = _to_device(np.minimum(rows[:, None] + after, len(self._owners) - 1), logits_NV)
+        places_NK = _to_device((rows - self._first_rows[owners])[:, None] + after, logits_NV)
+        lengths_N = 1
+        if inputs.counts.shape[0]:
+            lengths_N = (inputs.counts[_to_device(owners, logits_NV)] & LENGTH_MASK)[:, None]
+        counted_NK = tokens_L[found_NK].to(torch.int64).masked_fill(places_NK >= lengths_N, -1)
+        slots_N = _to_device(self._slots[rows], logits_NV)
+        return edits.apply(logits_NV, slots_N, inputs.sampling.edits[rows_N], counted_NK)
 
     def take(self, output: StepOutput) -> None:
         """Add the scores to the output of the step, which the device has finished. Slots that failed get none."""

@@ -18,7 +18,7 @@ from phonograph.server.http.run import checked_template, started_server
 
 URLS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling"),
-    *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v2/embed"),
 )
 """Endpoints of a batch."""
 FULL = 429

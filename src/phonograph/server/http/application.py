@@ -27,13 +27,14 @@ from phonograph.server.observe.load_report import LoadReports
 from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.ollama import ollama_chat, ollama_models
 from phonograph.server.openai import chat_completions, completions, invocations, tokens
-from phonograph.server.pooling import embeddings, scores
+from phonograph.server.pooling import cohere, embeddings, scores
 from phonograph.server.responses import create_response, response_store
 from phonograph.server.speech import transcriptions
 
 ROUTERS = (
     completions.router,
     chat_completions.router,
+    embeddings.router,
     create_response.router,
     response_store.router,
     create_message.router,
@@ -41,7 +42,7 @@ ROUTERS = (
     ollama_models.router,
     invocations.router,
     tokens.router,
-    embeddings.router,
+    cohere.router,
     scores.router,
     transcriptions.router,
     status.router,

@@ -151,7 +151,7 @@ def check_sizes(body: Any, config: ServerConfig) -> None:
     stops = options.get("stop") if isinstance(options, dict) else None
     if isinstance(stops, list):
         _check("options.stop", len(stops), "items", LIMITS["stop"], config)
-    for name in ("prompt", "input"):
+    for name in ("prompt", "input", "texts"):
         prompts = body.get(name)
         if isinstance(prompts, list) and prompts:
             _check_prompts(name, prompts, config)

@@ -30,7 +30,7 @@ EXPORT_SECONDS = 5
 OPERATIONS = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"), "chat"),
     **dict.fromkeys(("/v1/completions", "/api/generate"), "text_completion"),
-    "/v1/embeddings": "embeddings",
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed"), "embeddings"),
 }
 """Names of the GenAI conventions for endpoints."""
 REQUESTED = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")

@@ -17,14 +17,14 @@ from phonograph.server.http.json_route import parsed_body
 router = APIRouter()
 
 _GENERATES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
-_PAIRS = {"query": "/rerank", **dict.fromkeys(("data_1", "text_1", "queries"), "/score")}
+_PAIRS = {"query": "/rerank", "texts": "/v2/embed", **dict.fromkeys(("data_1", "text_1", "queries"), "/score")}
 _ROWS: Mapping[PoolingTask, str] = {"embed": "/v1/embeddings", "classify": "/classify"}
 """Endpoints of models that generate nothing, by their first task; the others have /pooling."""
 
 
 @router.post("/invocations", response_model=dict[str, Any])
 async def invoke(request: Request) -> Response:
-    """Answer as the endpoint of the body's fields: messages, prompt, input, query and documents, or a pair of texts."""
+    """Answer as the endpoint of the body's fields: messages, prompt, input, texts, query and documents, or a pair."""
     serving: Serving = request.app.state.serving
     body = await request.body()
     pooler = serving.engine.facts.pooler

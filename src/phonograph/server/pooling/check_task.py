@@ -9,7 +9,7 @@ from phonograph.engine.process.messages import EngineFacts
 from phonograph.server.http.api_errors import invalid
 
 ENDPOINTS: Mapping[PoolingTask, tuple[str, ...]] = {
-    "embed": ("/v1/embeddings", "/score", "/rerank", "/pooling"),
+    "embed": ("/v1/embeddings", "/v2/embed", "/score", "/rerank", "/pooling"),
     "classify": ("/classify", "/pooling"),
     "score": ("/score", "/rerank", "/pooling"),
     "token_embed": ("/pooling",),

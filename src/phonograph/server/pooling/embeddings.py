@@ -69,13 +69,18 @@ async def _answer(
     inputs, special = call.serving.engine.pooled_inputs, body.add_special_tokens is not False
 
     def tokens() -> Iterator[list[int]]:
-        return (call.admitted(inputs.text(one, None), special=special) for one in body.input)
+        return call.admitted((inputs.text(one, None) for one in body.input), special=special)
 
     return await call.answer(tokens, written, head=head, num_prompts=num_prompts)
 
 
 def _encoded(rows: np.ndarray, body: EmbeddingBody) -> list[Any] | str:
-    """Return numbers as lists, or as base64 of their bytes in float32, little endian."""
+    """Return numbers as lists, or as base64."""
     if body.encoding_format == "base64":
-        return base64.b64encode(rows.astype("<f4").tobytes()).decode()
+        return base64_of(rows)
     return rows.tolist()
+
+
+def base64_of(rows: np.ndarray) -> str:
+    """Return base64 of the bytes of numbers in float32, little endian."""
+    return base64.b64encode(rows.astype("<f4").tobytes()).decode()

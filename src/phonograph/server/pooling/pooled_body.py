@@ -48,7 +48,12 @@ TextList = Annotated[
 
 
 class PooledBody(Body):
-    """Common fields. Null means the default."""
+    """Common fields. Null means the default.
+
+    names: names of engine parameters, where the request has another
+    """
+
+    names: ClassVar[Mapping[str, str]] = {}
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **UNSUPPORTED,
@@ -62,16 +67,14 @@ class PooledBody(Body):
         "endianness": "bytes of base64 are little endian",
     }
 
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    use_activation: bool | None = None
     priority: int | None = None
     cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Field(max_length=200)] | None = None
 
     @property
     def keeps_last(self) -> bool:
-        return self.truncation_side == "left"
+        """True if what is cut of a text is its beginning."""
+        return False
 
     def params(self, task: PoolingTask | None) -> PoolingParams:
         """Return the parameters of the request.
@@ -79,12 +82,27 @@ class PooledBody(Body):
         Raises:
             RequestError: a value is out of range.
         """
+        return PoolingParams(task=task)
+
+
+class VllmBody(PooledBody):
+    """Common fields of vLLM."""
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    use_activation: bool | None = None
+
+    @property
+    def keeps_last(self) -> bool:
+        return self.truncation_side == "left"
+
+    def params(self, task: PoolingTask | None) -> PoolingParams:
         return PoolingParams(
             task=task, use_activation=self.use_activation, truncate_prompt_tokens=self.truncate_prompt_tokens
         )
 
 
-class ClassifyBody(PooledBody):
+class ClassifyBody(VllmBody):
     """POST /classify."""
 
     input: Prompts
@@ -124,7 +142,48 @@ class PoolingBody(EmbeddingBody):
     task: PoolingTask | None = None
 
 
-class PairsBody(PooledBody):
+class CohereEmbedBody(PooledBody):
+    """POST /v2/embed, of Cohere's clients."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        "dimensions": "output_dimension",
+        "prompt_name": "input_type",
+        "truncate_prompt_tokens": "max_tokens",
+    }
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {**PooledBody.unsupported, "images": (), "inputs": ()}
+    reasons: ClassVar[Mapping[str, str]] = {
+        **PooledBody.reasons,
+        **dict.fromkeys(("images", "inputs"), "models take text; give texts"),
+    }
+
+    texts: TextList | None = None
+    input_type: str | None = None
+    embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Field(max_length=4)] | None = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    output_dimension: int | None = None
+
+    @property
+    def keeps_last(self) -> bool:
+        return self.truncate == "START"
+
+    @property
+    def kinds(self) -> list[str]:
+        """Forms of the embeddings in the answer."""
+        return [*(self.embedding_types or ("float",))]
+
+    def check(self) -> list[str]:
+        ignored = super().check()
+        if self.texts is None:
+            raise invalid("texts", "texts is missing: give a list of texts")
+        return ignored
+
+    def params(self, task: PoolingTask | None) -> PoolingParams:
+        most = None if self.truncate == "NONE" else self.max_tokens or -1
+        return PoolingParams(task=task, dimensions=self.output_dimension, truncate_prompt_tokens=most)
+
+
+class PairsBody(VllmBody):
     """Common fields of scores and ranks of pairs of texts. 0 tokens is no limit.
 
     `instruction` is the variable of that name in a template of pairs.

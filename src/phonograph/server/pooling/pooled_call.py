@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -15,7 +16,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from phonograph.core.pooling_params import PoolingParams, PoolingTask
-from phonograph.engine.admission import Prompt, admitted_pooling, admitted_whole_prompt
+from phonograph.engine.admission import Prompt, admitted_pooling, admitted_whole_prompt, tokenized_ahead
 from phonograph.errors import PhonographError, RequestError, RequestFailure
 from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import api_error, invalid
@@ -55,6 +56,7 @@ class PooledCall:
         *,
         head: tuple[str, str],
         num_prompts: int,
+        whole: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = operator.or_,
     ) -> Response:
         """Return the answer to a request.
 
@@ -63,6 +65,7 @@ class PooledCall:
             written: returns fields of the answer for the results of the prompts.
             head: prefix of the answer's id, and its object.
             num_prompts: prompts of the request.
+            whole: makes the answer of its head and its other fields, which are those of `written` and the usage.
 
         Raises:
             ApiError: the request is refused, or fails.
@@ -93,23 +96,24 @@ class PooledCall:
             raise api_error(error, self.names) from None
 
         def content() -> bytes:
-            return to_json({**fields, **written(rows), "usage": usage_of(call)})
+            return to_json(whole(fields, {**written(rows), "usage": usage_of(call)}))
 
         numbers = sum(row.size for row in rows)
         made = content() if numbers <= INLINE_NUMBERS else await asyncio.to_thread(content)
         return Response(made, media_type="application/json", headers=dict(self.headers))
 
-    def admitted(self, prompt: Prompt, *, special: bool = True) -> list[int]:
-        """Return the tokens of a prompt, cut as the request says.
+    def admitted(self, prompts: Iterable[Prompt], *, special: bool = True) -> Iterator[list[int]]:
+        """Yield the tokens of prompts, cut as the request says.
 
         Raises:
-            RequestError: the prompt cannot be served.
+            RequestError: a prompt cannot be served.
         """
         engine, keeps_last = self.serving.engine, self.body.keeps_last
         size, most = engine.facts.vocab_size, engine.facts.context_len
-        return admitted_whole_prompt(
-            prompt, self.params, engine.tokenizer, size, most, special=special, keeps_last=keeps_last
-        )
+        for prompt in tokenized_ahead(engine.tokenizer, prompts) if special else prompts:
+            yield admitted_whole_prompt(
+                prompt, self.params, engine.tokenizer, size, most, special=special, keeps_last=keeps_last
+            )
 
     def _check_lengths(self, prompts: Sequence[list[int]]) -> None:
         """Check the tokens of prompts, so that the engine is not sent those that it refuses."""
@@ -146,7 +150,7 @@ def admitted_call(
     """
     serving: Serving = request.app.state.serving
     headers = serving.admit(body, num_prompts=num_prompts, priority=body.priority or 0, pooled=field)
-    names, facts = {"prompt": field}, serving.engine.facts
+    names, facts = {**body.names, "prompt": field}, serving.engine.facts
     check_task(facts, pools=True, task=task)
     try:
         params = admitted_pooling(body.params(task), facts.pooler, facts.row_size)

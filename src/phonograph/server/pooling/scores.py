@@ -92,14 +92,14 @@ async def _scored(
         queries = {text: cut(text, body.max_tokens_per_query) if body.max_tokens_per_query else text for text in firsts}
         documents = {text: cut(text, body.max_tokens_per_doc) if body.max_tokens_per_doc else text for text in seconds}
         if not scores_pairs:
-            return (call.admitted(inputs.text(text, None)) for text in (*queries.values(), *documents.values()))
+            return call.admitted(inputs.text(text, None) for text in (*queries.values(), *documents.values()))
         options: dict[str, Any] = {
             "keeps_last": body.keeps_last,
             "template": serving.chat_template,
             "variables": body.variables,
         }
         made = (inputs.pair(queries[one], documents[two], call.params, **options) for one, two in pairs)
-        return (call.admitted(prompt) for prompt in made)
+        return call.admitted(made)
 
     def scored(rows: list[np.ndarray]) -> Mapping[str, Any]:
         if scores_pairs:

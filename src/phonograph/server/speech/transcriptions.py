@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.token_types import EncoderTokens
+from phonograph.engine.admission import refuse_logits
 from phonograph.engine.offline.audio_prompts import SAMPLES_PER_POSITION, SAMPLING_RATE, log_mel
 from phonograph.engine.process.calls import Sample
 from phonograph.errors import PhonographError, RequestFailure
@@ -159,6 +160,8 @@ async def _answer(request: Request, task: Task) -> Response:
     parsed.num_bytes = len(content)
     speech = _Speech(serving, parsed, body, vocabulary)
     try:
+        if body.timed:
+            refuse_logits(serving.engine.config.logprobs_mode, "a transcript with times")
         parts = await serving.prepare(parsed, lambda gone: _parts(serving, file, gone))
         heard = await speech.prompts(parts, task, language)
         if body.timed:
