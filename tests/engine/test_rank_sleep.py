@@ -12,11 +12,11 @@ import psutil
 import pytest
 import thread_ranks
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, without_norms
 from fake_memory_driver import FakeMemoryDriver
 from quantized_checkpoints import FORMATS, quantize_checkpoint
 from rank_sessions import GREEDY, finish, plan_of, random_prompts
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from phonograph import LLM, SamplingParams
 from phonograph.core.host_resources import FreeMemory
@@ -279,13 +279,10 @@ def test_processes_sleep_and_files_that_have_changed_are_told(tmp_path: Path) ->
             llm.wake_up()
             assert tokens(llm) == expected
         llm.sleep(2)
-        path = tmp_path / "model.safetensors"
-        whole = load_file(path)
-        save_file({name: tensor for name, tensor in whole.items() if "norm" not in name}, path)
-        with pytest.raises(WeightError, match=r"^rank 0: tensor .* is in none of model\.safetensors"):
-            llm.wake_up()
-        assert llm.is_sleeping()
-        save_file(whole, path)
+        with without_norms(tmp_path):
+            with pytest.raises(WeightError, match=r"^rank 0: tensor .* is in none of model\.safetensors"):
+                llm.wake_up()
+            assert llm.is_sleeping()
         llm.wake_up()
         assert tokens(llm) == expected and llm.verify(num_replays=2).ok
 

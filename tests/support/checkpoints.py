@@ -6,11 +6,14 @@ deviation of about 2, so that the two most likely tokens are rarely close.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from kernel_sets import bind_torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -583,3 +586,13 @@ def load_model(spec: ModelSpec, folder: Path, *, max_positions: int | None = Non
     with begin_loading(spec, folder, **settings) as loading:
         loading.finish()
         return bind_torch(loading.model, max_positions)
+
+
+@contextmanager
+def without_norms(folder: Path) -> Generator[None]:
+    """Take the norms out of a checkpoint's file until the end of the block."""
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    save_file({name: tensor for name, tensor in whole.items() if "norm" not in name}, path)
+    yield
+    save_file(whole, path)

@@ -25,7 +25,7 @@ from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.cpu_platform import CpuPlatform
 from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Platform, gather_draft_weights
-from phonograph.engine.startup.sleeper import Load, Sleeper
+from phonograph.engine.startup.sleeper import Load, Sleeper, make_sleeper
 from phonograph.engine.startup.subject import make_subject, skip_freed_blocks
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
@@ -161,12 +161,9 @@ def build_engine(
         backends = make_backends_of(plan, platform.device, None if group is None else group.ranks)
         load_weights = weights_load(plan, platform.device)
         load_draft = _draft_load(plan, platform.device)
-        sleeper, (empty_weights, empty_cache) = None, (torch.empty, torch.empty)
-        if plan.config.enable_sleep_mode:
-            make_sleeper = Sleeper if group is None else group.make_sleeper
-            loads = [load_weights] if load_draft is None else [load_weights, load_draft]
-            sleeper = make_sleeper(platform.static_memory(), platform.static_memory(), loads)
-            empty_weights, empty_cache = sleeper.allocators
+        loads = [load_weights] if load_draft is None else [load_weights, load_draft]
+        kind = Sleeper if group is None else group.make_sleeper
+        sleeper, empty_weights, empty_cache = make_sleeper(plan, platform, loads, kind)
         with (
             load_weights(progress=partial(report, "weights"), make_empty=empty_weights) as loading,
             nullcontext() if load_draft is None else load_draft(make_empty=empty_weights) as draft,

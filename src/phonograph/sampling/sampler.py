@@ -266,16 +266,16 @@ class Sampler:
             sampled.token_ids[span] = self._choose(logits_NV[span], by_row[span], draws[span], failures)
 
         def count(rows: Sequence[int]) -> None:
-            tokens = self._to_device(np.array([sampled.token_ids[row] for row in rows]))
-            self._penalties.record(self._to_device(by_row[rows]), tokens)
+            tokens = self.to_device(np.array([sampled.token_ids[row] for row in rows]))
+            self._penalties.record(self.to_device(by_row[rows]), tokens)
 
         def score(rows: Sequence[int]) -> None:
-            tokens = self._to_device(np.array([sampled.token_ids[row] for row in rows]))
+            tokens = self.to_device(np.array([sampled.token_ids[row] for row in rows]))
             scored_slots: list[int] = by_row[rows].tolist()
             lists = [self.listed[slot] for slot in scored_slots] if self.lists[scored_slots[0]] else None
-            listed = None if lists is None else self._to_device(padded(lists))
+            listed = None if lists is None else self.to_device(padded(lists))
             tops: list[int] = self.logprobs[scored_slots].tolist()
-            logits = logits_NV[self._to_device(np.array(rows))]
+            logits = logits_NV[self.to_device(np.array(rows))]
             if self.scores.processed:
                 edited = self._edit(logits, by_row[rows], draws[rows], failures)
                 logits = self.filtered(edited, by_row[rows], tokens)
@@ -306,7 +306,7 @@ class Sampler:
         out_NV = edited_NV.to(torch.float32, copy=True)
         drawn = np.flatnonzero(self._temperature[by_row] > 0.0)
         if drawn.size:
-            rows_G, slots = self._to_device(drawn), by_row[drawn]
+            rows_G, slots = self.to_device(drawn), by_row[drawn]
             logits_GV = out_NV[rows_G]
             rows = self._rows(logits_GV, logits_GV.amax(dim=-1), slots, np.zeros_like(slots))
             by_rank = bool(((self._top_k[slots] > 0) | (self._top_p[slots] < 1.0)).any())
@@ -342,12 +342,12 @@ class Sampler:
         if biased.size:
             entries = [self._bias[slot] for slot in by_row[biased].tolist()]
             where = self._scatter(biased, [ids for ids, _ in entries])
-            edited_NV[where] += self._to_device(np.concatenate([values for _, values in entries]))
+            edited_NV[where] += self.to_device(np.concatenate([values for _, values in entries]))
         if short.size:
             edited_NV[self._scatter(short, [self._stop_ids[slot] for slot in by_row[short].tolist()])] = -torch.inf
         if penalized.size:
-            rows_P = self._to_device(penalized)
-            edited_NV[rows_P] = self._penalties.apply(edited_NV[rows_P], self._to_device(by_row[penalized]))
+            rows_P = self.to_device(penalized)
+            edited_NV[rows_P] = self._penalties.apply(edited_NV[rows_P], self.to_device(by_row[penalized]))
         if ruled.size:
             self.grammars.apply(edited_NV, ruled, by_row[ruled].tolist(), failures)
         return edited_NV
@@ -356,23 +356,24 @@ class Sampler:
         """Return rows with the parameters of their slots."""
         keys_N = sampling.draw_keys(torch.from_numpy(self._stream_key[by_row]), torch.from_numpy(draws))
         temperature, min_p, top_p = self._temperature[by_row], self._min_p[by_row], self._top_p[by_row]
-        floats_3N = self._to_device(np.stack((temperature, min_p, top_p)))
+        floats_3N = self.to_device(np.stack((temperature, min_p, top_p)))
         return Rows(
             logits_NV=logits_NV,
             max_N=max_N,
-            keys_N=self._to_device(keys_N.numpy()),
+            keys_N=self.to_device(keys_N.numpy()),
             temperature_N=floats_3N[0],
             min_p_N=floats_3N[1],
             top_p_N=floats_3N[2],
-            top_k_N=self._to_device(self._top_k[by_row]),
+            top_k_N=self.to_device(self._top_k[by_row]),
         )
 
     def _scatter(self, rows: np.ndarray, ids: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index of the elements `ids[i]` of row `rows[i]`, for all i."""
         repeated = np.repeat(rows, [len(entry) for entry in ids])
-        return self._to_device(repeated), self._to_device(np.concatenate(ids))
+        return self.to_device(repeated), self.to_device(np.concatenate(ids))
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """Return an array on the device, without waiting for it."""
         sent = torch.from_numpy(array)
         return sent.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else sent
 

@@ -12,7 +12,8 @@ import torch
 
 from phonograph.engine.admission import SLEEP_TAGS
 from phonograph.engine.core import EngineCore
-from phonograph.engine.startup.platform import ModelParts
+from phonograph.engine.plan import EnginePlan
+from phonograph.engine.startup.platform import ModelParts, Platform
 from phonograph.engine.startup.release import release_memory
 from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.errors import ConfigError
@@ -40,13 +41,11 @@ class Sleeper:
     Attributes:
         asleep: tags of the memory that was given back.
         level: of the sleep, 0 when all memory is awake.
-        allocators: allocate the weights and the KV cache.
     """
 
     def __init__(self, weights: StaticMemory, kv_cache: StaticMemory, loads: Sequence[Load]) -> None:
         self.asleep: frozenset[str] = frozenset()
         self.level = 0
-        self.allocators: tuple[MakeEmpty, MakeEmpty] = weights.empty, kv_cache.empty
         self._weights = weights
         self._kv_cache = kv_cache
         self._loads = loads
@@ -143,6 +142,23 @@ class Sleeper:
                     old.copy_(new, non_blocking=False)
                     if new.resizable():  # A mapped file's storage is not.
                         new.resize_(0)  # so that the weights are there once, not twice
+
+
+def make_sleeper(
+    plan: EnginePlan, platform: Platform, loads: Sequence[Load], kind: Callable[..., Sleeper] = Sleeper
+) -> tuple[Sleeper | None, MakeEmpty, MakeEmpty]:
+    """Return a rank's sleeper, None without sleep mode, and what allocates its weights and its KV cache.
+
+    Args:
+        plan: of the engine.
+        platform: its memory.
+        loads: as for `Sleeper`.
+        kind: makes the sleeper.
+    """
+    if not plan.config.enable_sleep_mode:
+        return None, torch.empty, torch.empty
+    weights, kv_cache = platform.static_memory(), platform.static_memory()
+    return kind(weights, kv_cache, loads), weights.empty, kv_cache.empty
 
 
 def checked_sleeper(sleeper: Sleeper | None) -> Sleeper:

@@ -45,7 +45,7 @@ class TokenScores:
         is_copied = np.isin(rows.owners, masked) & (self._tops >= 0) & (not sampler.scores.processed)
         self._copied = np.flatnonzero(is_copied)
         self._in_place = np.flatnonzero((self._tops >= 0) & ~is_copied)
-        self._copies = logits_LV[_to_device(self._copied, logits_LV)]
+        self._copies = logits_LV[sampler.to_device(self._copied)]
         self._scores: list[tuple[Sequence[int], tuple[torch.Tensor, ...]]] = []
 
     def start(self, logits_LV: torch.Tensor, tokens_L: torch.Tensor, failures: SlotFailures) -> None:
@@ -56,12 +56,13 @@ class TokenScores:
             tokens_L: int32, token of each row; below 0 for a row without one.
             failures: receives the slots whose work raises.
         """
+        to_device = self._sampler.to_device
 
         def score(rows: Sequence[int]) -> None:
-            numbers = _to_device(np.array(rows), logits_LV)
+            numbers = to_device(np.array(rows))
             tokens = tokens_L[numbers].to(torch.int64).clamp_(min=0)
             if rows[0] in self._copied:
-                logits = self._copies[_to_device(np.searchsorted(self._copied, rows), logits_LV)]
+                logits = self._copies[to_device(np.searchsorted(self._copied, rows))]
             else:
                 logits = logits_LV[numbers]
             if self._sampler.scores.processed:
@@ -70,7 +71,7 @@ class TokenScores:
             as_logits = self._sampler.scores.as_logits
             if self._lists[rows[0]]:
                 listed = padded([self._listed[slot] for slot in self._slots[rows].tolist()])
-                found = score_listed(logits, tokens, _to_device(listed, logits_LV), as_logits=as_logits)
+                found = score_listed(logits, tokens, to_device(listed), as_logits=as_logits)
             else:
                 found = score_tokens(logits, tokens, int(self._tops[rows].max()), as_logits=as_logits)
             self._scores.append((rows, tuple(_to_host(one) for one in found)))
@@ -93,19 +94,19 @@ class TokenScores:
             rows_N: the same on the device.
             tokens_L: token of each row of the step, which the words of slots count where the step accepted it.
         """
-        edits, inputs = self._sampler.edits, self._inputs
+        edits, inputs, to_device = self._sampler.edits, self._inputs, self._sampler.to_device
         if edits is None or not self._sampler.kernel_parameters(self._slots[rows]).edits_N.any():
             return logits_NV
         owners = self._owners[rows]
         # Of a sequence the words count the tokens of this row and of the rows after it, up to the last accepted one.
         after = np.arange(1 + inputs.drafts.shape[1])
-        found_NK = _to_device(np.minimum(rows[:, None] + after, len(self._owners) - 1), logits_NV)
-        places_NK = _to_device((rows - self._first_rows[owners])[:, None] + after, logits_NV)
+        found_NK = to_device(np.minimum(rows[:, None] + after, len(self._owners) - 1))
+        places_NK = to_device((rows - self._first_rows[owners])[:, None] + after)
         lengths_N = 1
         if inputs.counts.shape[0]:
-            lengths_N = (inputs.counts[_to_device(owners, logits_NV)] & LENGTH_MASK)[:, None]
+            lengths_N = (inputs.counts[to_device(owners)] & LENGTH_MASK)[:, None]
         counted_NK = tokens_L[found_NK].to(torch.int64).masked_fill(places_NK >= lengths_N, -1)
-        slots_N = _to_device(self._slots[rows], logits_NV)
+        slots_N = to_device(self._slots[rows])
         return edits.apply(logits_NV, slots_N, inputs.sampling.edits[rows_N], counted_NK)
 
     def take(self, output: StepOutput) -> None:
@@ -118,11 +119,6 @@ class TokenScores:
                 entries = output.logprobs.setdefault(slot, [])
                 if slot not in output.failures and len(entries) < lengths[slot]:
                     entries.append(entry)
-
-
-def _to_device(numbers: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    sent = torch.from_numpy(numbers)
-    return sent.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else sent
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from phonograph.engine.process.ranks.rank_step import (
     TimeDrafting,
 )
 from phonograph.engine.startup.platform import gather_draft_weights
-from phonograph.engine.startup.sleeper import Sleeper
+from phonograph.engine.startup.sleeper import make_sleeper
 from phonograph.engine.startup.subject import make_subject
 from phonograph.graphs.verification import verify
 from phonograph.kernels.ranks import Ranks
@@ -87,10 +87,7 @@ def serve_rank(plan: EnginePlan, ranks: Ranks, commands: Connection, answers: Co
     """
     platform = make_platform(plan.device.kind, ranks)
     load = weights_load(plan, platform.device, ranks.rank)
-    sleeper, (empty_weights, empty_cache) = None, (torch.empty, torch.empty)
-    if plan.config.enable_sleep_mode:
-        sleeper = Sleeper(platform.static_memory(), platform.static_memory(), [load])
-        empty_weights, empty_cache = sleeper.allocators
+    sleeper, empty_weights, empty_cache = make_sleeper(plan, platform, [load])
     with platform.starting(), load(make_empty=empty_weights) as loading:
         if sleeper is not None:
             sleeper.prepare()
