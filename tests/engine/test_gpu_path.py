@@ -28,6 +28,7 @@ from quantized_checkpoints import FORMATS, quantize_checkpoint
 from triton.runtime.interpreter import GridExecutor
 
 from phonograph.attention.triton.backend import TritonBackend
+from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import BeamStep, SamplingParams
@@ -45,6 +46,7 @@ from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig, Produc
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.quantization import mxfp4
 from phonograph.models.spec import read_model_spec
+from phonograph.runner import runner
 from phonograph.runner.pools.kv_pool import allocate_kv_pool
 from phonograph.scheduling import prompt_tails
 from phonograph.structured.compiler import GrammarCompiler
@@ -299,6 +301,33 @@ def test_samples_share_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [record.prefill_lens for record in records] == [[200], [1, 1], []]
     # A tile of 6 rows in each of two KV heads, and one for each sequence. For the last two it does not pay.
     assert [(record.shared_units, record.own_units) for record in records] == [(0, 0), (2, 6), (0, 4)]
+
+
+def test_graphs_for_shared_prefixes_run_once_these_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps after the first one that shares, as that one's counts come with its tokens."""
+    monkeypatch.setattr(decode_plan, "MIN_SHARED", decode_plan.tl.constexpr(64))
+    monkeypatch.setattr(decode_plan, "_SHARING_COST", decode_plan.tl.constexpr(0))
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
+    monkeypatch.setattr(runner, "PREFIX_TILES_FROM", 3)
+    monkeypatch.setattr(runner, "PREFIX_TILES_WORK", 2)
+    monkeypatch.setattr(TritonCapabilities, "sharing_graphs", lambda *_: 3)
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS | {"num_hidden_layers": 1})
+    engine = start_engine(tmp_path, (3,), cascade_attention="auto", max_num_batched_tokens=200)
+    assert [str(key) for key in engine.plan.captures.sharing] == ["decode[3 tokens, 3 slots, shared prefixes]"]
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    records: list[StepRecord] = []
+    engine.core.on_step = records.append
+    output = session.add(
+        prompt(7, 200), SamplingParams(n=3, max_tokens=6, temperature=0.0, logprobs=1, ignore_eos=True)
+    )
+    finish(session, output)
+    check(reference, output)
+    shares = [record.shared_units > 0 for record in records]
+    first = shares.index(True)
+    graphs = ["share prefixes" in record.cause for record in records]
+    # At the end one sequence has all of its tokens.
+    assert graphs == [index >= first + 2 and record.num_decodes == 3 for index, record in enumerate(records)], records
+    assert sum(graphs) == 3
 
 
 def test_the_whole_vocabulary_and_a_step_of_a_beam_search(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,6 +42,24 @@ def _drafts(*query_lens: int, prefills: tuple[int, ...] = ()) -> StepShape:
         decode_query_len=None if prefills else max(query_lens),
         num_logits=sum(query_lens) + len(prefills),
     )
+
+
+def test_graphs_for_shared_prefixes() -> None:
+    """Some sizes have one; batches that share take the next, where there is one, and others never do."""
+    dispatcher = _dispatcher(GraphMode.FULL, max_num_seqs=100, tokens=128, limit=128, sharing_from=48)
+    sizes = [key.num_tokens for key in dispatcher.captures.sharing]
+    assert sizes == [64, 96, 100] and {*dispatcher.captures.sharing} < {*dispatcher.captures.largest_first()}
+    for count in range(1, 101):
+        shape = _shape(*[1] * count)
+        plain, sharing = dispatcher.decide(shape).key, dispatcher.decide(replace(shape, shares=True)).key
+        assert plain is not None and sharing is not None and not plain.shares and sharing.shares
+        assert sharing.num_tokens == min(size for size in sizes if size >= count)
+        assert str(sharing).endswith(", shared prefixes]")
+    shape = replace(_shape(5, 6), shares=True)
+    assert dispatcher.decide(shape).key == GraphKey(GraphSet.MIXED, 11, 100)
+    without = _dispatcher(GraphMode.FULL, max_num_seqs=100, tokens=128, limit=128)
+    shape = _shape(*[1] * 64)
+    assert without.captures.sharing == () and without.decide(replace(shape, shares=True)) == without.decide(shape)
 
 
 @given(

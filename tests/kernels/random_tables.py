@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from decode_problem import Case, Problem
+from prefix_tables import check_plan, draw_tables, shares
 from quick_interpreter import make_quick
-from test_shared_prefixes import check_plan, draw_tables, plan_for, shares
+from test_shared_prefixes import plan_for
 
 from bench.result_files import output_file
 

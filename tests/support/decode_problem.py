@@ -40,6 +40,8 @@ class Case:
     padding: int = 2
     num_sms: int = 2
     divide: bool = False
+    prefix_tiles: bool = False
+    in_tiles: bool = True
 
     def __str__(self) -> str:
         defaults = Case(batch=())
@@ -102,6 +104,7 @@ class Problem:
             num_sms=case.num_sms,
             device=self.device,
             shared_tokens=self.query.shape[0] if case.shared else 0,
+            prefix_tiles=case.prefix_tiles,
         )
         if plan.prefixes is not None:
             plan.prefixes.shared.fill_(1 << 20)
@@ -128,6 +131,7 @@ class Problem:
             window=case.window,
             multiprocessors=self.multiprocessors if case.divide else None,
             divide=case.divide,
+            in_tiles=case.prefix_tiles and case.in_tiles,
             block_tables=(table,),
             block_size=case.block_size,
         )
@@ -153,6 +157,7 @@ class Problem:
             v_scale=on_device(self.scales[1]),
             causal=case.causal,
             max_query_len=case.max_query_len,
+            in_tiles=case.prefix_tiles and case.in_tiles,
         )
         return out, lse
 

@@ -55,14 +55,15 @@ class HostRing:
 
     def __init__(self, *, depth: int, max_rows: int, units: torch.Tensor | None = None) -> None:
         self.depth, self.sent, self.log = depth, list[np.ndarray](), list[str]()
-        self.sent_units: list[tuple[int, int]] = []
-        self._units = torch.zeros(2) if units is None else units
+        self.sent_units: list[tuple[int, int, int]] = []
+        self.shared_tiles = 0
+        self._units = torch.zeros(3) if units is None else units
 
     def send(self, tokens: torch.Tensor) -> int:
         self.log.append("send")
         self.sent.append(tokens.numpy().copy())
-        shared, own = map(int, self._units)
-        self.sent_units.append((shared, own))
+        shared, own, tiles = map(int, self._units)
+        self.sent_units.append((shared, own, tiles))
         return self.latest
 
     @property
@@ -75,4 +76,5 @@ class HostRing:
         return self.sent[ticket]
 
     def units(self, ticket: int) -> tuple[int, int]:
-        return self.sent_units[ticket]
+        *units, self.shared_tiles = self.sent_units[ticket]
+        return units[0], units[1]

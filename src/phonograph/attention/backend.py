@@ -91,6 +91,16 @@ class Capabilities(ABC):
         """
         return None
 
+    def sharing_graphs(self, spec: AttentionSpec, limits: Limits, device: DeviceSpec) -> int:
+        """Return the sequences from which graphs of their own attend shared prefixes faster; 0 for none.
+
+        Args:
+            spec: attention of the group.
+            limits: limits of the engine.
+            device: device, which need not be in this machine.
+        """
+        return 0
+
     def prefix_sharing(self, spec: AttentionSpec, device: DeviceSpec) -> tuple[bool, str]:
         """Return True if decodes attend a prefix that they share once, and the reason.
 

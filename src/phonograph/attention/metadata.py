@@ -140,8 +140,8 @@ class MetadataBuilder(ABC, Generic[MetadataT]):
     """Maker of a backend's metadata, in buffers that live as long as the builder.
 
     Attributes:
-        units: int32 [2], counts of the latest step: units of prefixes that decodes share, and their other units. The
-            step's schedule writes them. None if the backend shares no prefix.
+        units: int32 [3], counts of the latest step: units of prefixes that decodes share, their other units, and tiles
+            of keys of those prefixes. The step's schedule writes them. None if the backend shares no prefix.
     """
 
     units: torch.Tensor | None = None

@@ -17,7 +17,7 @@ from phonograph.engine.groups.group_facts import group_facts
 from phonograph.engine.groups.kv_groups import KVGroups, group_name, keys_name
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import counted
-from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
+from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY, PREFIX_TILES_WORK
 from phonograph.models.spec import ModelSpec
 
 
@@ -75,10 +75,10 @@ def sharing_reason(plan: EnginePlan, selection: Selection, spec: AttentionSpec) 
 
 def runs_of(
     plan: EnginePlan, batch: ScheduledBatch, shared: list[int]
-) -> Iterator[tuple[str, list[PrefixRun], tuple[int, int]]]:
+) -> Iterator[tuple[str, list[PrefixRun], tuple[int, int, int]]]:
     """Yield the runs of a batch that attend a prefix once, for each kind of KV group whose backend does that.
 
-    The values are the names of the groups, the runs, and the units of these runs and of own keys in a layer.
+    The values are the names of the groups, the runs, and the counts of `count_units`.
 
     Args:
         plan: of the engine.
@@ -99,12 +99,17 @@ def runs_of(
             yield group_names(plan.kv, groups), runs, count_units(spec, runs, batch.query_lens)
 
 
+def shares_much(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> bool:
+    """Return True if an engine that has run this batch takes graphs for shared prefixes, where there are any."""
+    return next((tiles for _, _, (_, _, tiles) in runs_of(plan, batch, shared)), 0) >= PREFIX_TILES_WORK
+
+
 def sharing_lines(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> list[str]:
     """Return a line for each run of a batch that attends a prefix once; none for a batch that shares nothing."""
     if not any(shared):
         return []
     lines: list[str] = []
-    for name, runs, (shared_units, own_units) in runs_of(plan, batch, shared):
+    for name, runs, (shared_units, own_units, _) in runs_of(plan, batch, shared):
         label = f"{name}: " if len(plan.kv.members) > 1 else ""
         lines += [
             f"- {label}sequences {run.first} to {run.last} attend keys {run.begin} to {run.end} once, then each its own"

@@ -79,6 +79,8 @@ def size_graphs_and_cache(
     ragged = resolution.support.level is GraphSupport.ALWAYS
     ragged = ragged and all(one.takes_ragged_decodes for one in capabilities.values())
 
+    sharing = {one.sharing_graphs(spec, limits, device) for spec, one in capabilities.items()} - {0}
+
     def captures_within(limits: Limits, most_step_tokens: int | None = None) -> CaptureList:
         return make_capture_list(
             mode,
@@ -93,6 +95,7 @@ def size_graphs_and_cache(
             ragged=ragged,
             draft_passes=draft is not None and device.kind != "cpu",
             decodes=not limits.pools,
+            sharing_from=min(sharing, default=0),
         )
 
     graphs, dtype = captures_within(limits).largest_first(), kv.specs[0].dtype

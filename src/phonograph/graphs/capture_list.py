@@ -14,6 +14,8 @@ STEPS_PER_OCTAVE = 8
 """Mixed graphs from one power of two to the next; padding is at most 12.5%, on average 4%."""
 _DRAFTING_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Sequences of graphs for decodes with drafts. Padding costs them less than decodes of one token: drafts fill it."""
+_SHARING_STEP = 32
+"""Sequences from one graph for shared prefixes to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class CaptureList:
 
     Attributes:
         decode: graphs of decodes of one token.
+        sharing: variants of some of them, for batches whose sequences have long prefixes in common.
         drafting: graphs of decodes some of which verify drafts; all their tokens have logits.
         mixed, piecewise: graphs of any batch, whole and in pieces.
         wide: variants of both with more rows of logits than requests, for the drafts beside a prefill, or with the
@@ -47,6 +50,7 @@ class CaptureList:
     """
 
     decode: tuple[GraphKey, ...] = ()
+    sharing: tuple[GraphKey, ...] = ()
     drafting: tuple[GraphKey, ...] = ()
     mixed: tuple[GraphKey, ...] = ()
     piecewise: tuple[GraphKey, ...] = ()
@@ -56,7 +60,7 @@ class CaptureList:
 
     def largest_first(self) -> tuple[GraphKey, ...]:
         """Return all graphs in the order of capture: later graphs then fit into the pool of the first."""
-        every = self.decode + self.drafting + self.mixed + self.piecewise + self.wide
+        every = self.decode + self.sharing + self.drafting + self.mixed + self.piecewise + self.wide
         return tuple(sorted(every, key=_capture_order, reverse=True))
 
     def in_pieces(self) -> CaptureList:
@@ -69,7 +73,7 @@ class CaptureList:
 
 
 def _capture_order(key: GraphKey) -> tuple[object, ...]:
-    return key.num_tokens, key.kind, key.makes_drafts, key.logits, key.num_reqs
+    return key.num_tokens, key.kind, key.makes_drafts, key.shares, key.logits, key.num_reqs
 
 
 def make_capture_list(
@@ -86,6 +90,7 @@ def make_capture_list(
     draft_passes: bool = False,
     pads_decodes: bool = True,
     decodes: bool = True,
+    sharing_from: int = 0,
 ) -> CaptureList:
     """Make the list of graphs of `mode`.
 
@@ -104,6 +109,7 @@ def make_capture_list(
         pads_decodes: the default decode graphs go up to max_num_seqs, most of them 8 apart. False where a padded token
             costs more than a replay saves: their sizes are then as close as those of the mixed graphs.
         decodes: requests generate; otherwise there are no decode graphs.
+        sharing_from: sequences of the smallest graph for shared prefixes; 0 for no such graphs.
 
     Returns:
         The keys of each set, and notes about sizes that were left out.
@@ -147,10 +153,10 @@ def make_capture_list(
                 GraphKey(GraphSet.DECODE, *shape, query_len, num_logits=shape[0], makes_drafts=draft_passes)
                 for shape in shapes
             ]
-            largest = max((key.num_tokens for key in drafting), default=0)
-            if largest < min(max_num_seqs * query_len, max(sizes or (max_num_seqs * query_len,))):
+            most_drafted = max((key.num_tokens for key in drafting), default=0)
+            if most_drafted < min(max_num_seqs * query_len, max(sizes or (max_num_seqs * query_len,))):
                 notes.append(
-                    f"no graph of decodes with drafts of more than {largest} tokens: a step has at most {most} of them"
+                    f"no graph of decodes with drafts of more than {most_drafted} tokens: a step has at most {most} of them"
                 )
     other: list[int] = []
     if mode.mixed_full or mode.piecewise:
@@ -164,6 +170,12 @@ def make_capture_list(
             notes.append(f"no mixed graph of {_join(left_out)} tokens: a step has at most {why}")
     mixed = tuple(GraphKey(GraphSet.MIXED, size, max_num_seqs) for size in other) if mode.mixed_full else ()
     pieces = tuple(GraphKey(GraphSet.PIECEWISE, size, max_num_seqs) for size in other) if mode.piecewise else ()
+    largest = max((key.num_reqs for key in decode), default=0)
+    sharing = [
+        replace(key, shares=True)
+        for key in decode
+        if key.num_reqs == largest or (key.num_reqs >= sharing_from and key.num_reqs % _SHARING_STEP == 0)
+    ]
     wide: list[GraphKey] = []
     for narrow in mixed + pieces if speculative_tokens else ():
         key = replace(narrow, num_logits=min(narrow.num_tokens, most_logits), makes_drafts=draft_passes)
@@ -171,6 +183,7 @@ def make_capture_list(
         wide += [key] if key.logits > narrow.logits else []
     return CaptureList(
         decode=decode,
+        sharing=tuple(sharing if 0 < sharing_from <= largest else ()),
         drafting=tuple(drafting),
         mixed=mixed,
         piecewise=pieces,

@@ -31,6 +31,7 @@ class StepShape:
         decode_query_len: the longest query if all sequences are decodes, else None: 1, or more with drafts.
         num_logits: rows of logits; 0 for the last token of each request.
         makes_drafts: the step ends with the passes of a draft model.
+        shares: many sequences share long prefixes, as far as is known from earlier steps.
     """
 
     num_tokens: int
@@ -38,6 +39,7 @@ class StepShape:
     decode_query_len: int | None
     num_logits: int = 0
     makes_drafts: bool = False
+    shares: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,8 @@ class Dispatcher:
         self._general = captures.mixed or captures.piecewise
         decode_tiers = [(captures.decode, _DECODES), (self._general, f"{_DECODES} that no decode graph holds")]
         self._decode = [self._choose(tokens, decode_tiers) for tokens in range(max_num_tokens + 1)]
+        sharing_tiers = [(captures.sharing, f"{_DECODES} that share prefixes"), *decode_tiers]
+        self._sharing = [self._choose(tokens, sharing_tiers) for tokens in range(max_num_tokens + 1)]
         mixed_tiers = [(self._general, _MIXED)]
         self._mixed = [self._choose(tokens, mixed_tiers) for tokens in range(max_num_tokens + 1)]
         self._drafted = lru_cache(maxsize=_KEPT)(self._draft)
@@ -119,7 +123,7 @@ class Dispatcher:
             return self._drafted(shape)
         if shape.decode_query_len != 1:
             return self._mixed[shape.num_tokens]
-        return self._decode[shape.num_tokens]
+        return (self._sharing if shape.shares else self._decode)[shape.num_tokens]
 
     def _draft(self, shape: StepShape) -> Decision:
         """Choose the smallest graph that holds the tokens, the sequences and the rows of logits of a batch."""

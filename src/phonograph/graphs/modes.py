@@ -98,6 +98,8 @@ class GraphKey:
         query_len: tokens of the longest query in a decode graph: 1, or 1 + k with k drafts; 0 in the other sets.
         num_logits: rows that have logits; 0 for the last token of each request.
         makes_drafts: True if the graph ends with the passes of a draft model.
+        shares: True if the graph attends prefixes that many sequences share in the way that is fastest for much of
+            them; other graphs attend them too.
 
     Example:
         ```python
@@ -112,6 +114,7 @@ class GraphKey:
     query_len: int = 0
     num_logits: int = 0
     makes_drafts: bool = False
+    shares: bool = False
 
     @property
     def logits(self) -> int:
@@ -125,5 +128,5 @@ class GraphKey:
 
     def __str__(self) -> str:
         logits = f", {self.num_logits} logits" if self.num_logits and self.graphs is not GraphSet.DECODE else ""
-        drafts = ", makes drafts" if self.makes_drafts else ""
-        return f"{self.kind}[{counted(self.num_tokens, 'token')}, {counted(self.num_reqs, 'slot')}{logits}{drafts}]"
+        more = ", makes drafts" * self.makes_drafts + ", shared prefixes" * self.shares
+        return f"{self.kind}[{counted(self.num_tokens, 'token')}, {counted(self.num_reqs, 'slot')}{logits}{more}]"

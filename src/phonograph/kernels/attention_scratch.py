@@ -19,6 +19,11 @@ LONGEST_WINDOW = 1 << 17
 SHARING_COST = 12
 """Cost of sharing prefixes in a batch, in tiles of keys of each program: these wait for each other, and read partial
 results. On an H200 sharing lost below 10 (2,688 tiles of 264 programs) and won from 13 on."""
+PREFIX_TILES_FROM = 64
+"""Sequences from which there are graphs of decodes with shared prefixes in tiles of 128 rows, in their own launch."""
+PREFIX_TILES_WORK = 4096
+"""Tiles of keys of shared prefixes, in a layer, from which such a graph is faster than one without that launch. On an
+H200 it lost with 2,048 (6 and 3% of a step) and won with 8,192 (8%)."""
 _PARTIALS_PER_PROGRAM = 3
 
 
@@ -46,15 +51,30 @@ def row_tiles(group: int, width: int, *, shares: bool = False) -> tuple[int, int
     return small, most if shares else min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
 
 
-def decode_partials(group: int, head_size: int, num_sms: int, *, shared_rows: int = 0) -> tuple[int, int, int]:
+def decode_partials(
+    group: int, head_size: int, num_sms: int, *, shared_rows: int = 0, tile_rows: int = 0
+) -> tuple[int, int, int]:
     """Return slots, rows and columns of the partial results of the launch for short queries.
 
-    `shared_rows` are (token, query head) that may share prefixes, each on two levels.
+    `shared_rows` are (token, query head) that may share prefixes, each on two levels; `tile_rows` those of cut tiles of
+    a launch for prefixes.
     """
     width = tile_width(head_size)
     rows = row_tiles(group, width, shares=shared_rows > 0)[1]
     slots = 2 * DECODE_PROGRAMS * num_sms
-    return 2 * slots + -(-2 * shared_rows // rows) if shared_rows else slots, rows, width
+    if shared_rows:
+        slots = 2 * slots + -(-2 * shared_rows // rows) + -(-tile_rows // rows)
+    return slots, rows, width
+
+
+def prefix_slots(num_kv_heads: int, num_sms: int) -> int:
+    """Return the cut tiles of shared prefixes, for each KV head, in the launch for prefixes: two rounds of programs."""
+    return max(2 * num_sms // num_kv_heads, 1)
+
+
+def prefix_tile_rows(num_kv_heads: int, num_sms: int) -> int:
+    """Return the rows of the partial results of cut tiles of the launch for prefixes."""
+    return prefix_slots(num_kv_heads, num_sms) * num_kv_heads * PREFILL_ROWS
 
 
 def key_tile(width: int) -> int:

@@ -34,6 +34,8 @@ class CpuSampling:
         head: features of the draft head that this samples; None for models.
     """
 
+    shared_tiles = 0
+
     def __init__(
         self,
         sampler: Sampler,

@@ -19,6 +19,7 @@ def graph_shapes(captures: CaptureList) -> list[GraphKey]:
             key.kind,
             key.query_len,
             key.num_logits > 0,
+            key.shares,
             *_magnitude(key.num_tokens),
             # Later passes of a draft model have a row a sequence.
             *(_magnitude(key.num_reqs) if key.makes_drafts else ()),

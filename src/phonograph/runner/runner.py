@@ -21,6 +21,7 @@ from phonograph.graphs.capture_list import CaptureRetry
 from phonograph.graphs.dispatch import Decision, Dispatcher, StepShape
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.kernels.attention_scratch import PREFIX_TILES_FROM, PREFIX_TILES_WORK
 from phonograph.kernels.ranks import Ranks
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.kernel_shapes import eager_shapes, graph_shapes
@@ -254,7 +255,7 @@ class Runner:
         return self._program.model.prompt_logits
 
     def _decide(self, rows: StepRows, scores_prompts: bool) -> Decision:
-        shape = shape_of(rows.batch)
+        shape = shape_of(rows.batch, shares=self._sampling.shared_tiles >= PREFIX_TILES_WORK)
         decision = self.dispatcher.decide(shape)
         if decision.key is not None and scores_prompts and self._leaves_rows_out(decision.key):
             decision = decision.eagerly(shape.num_tokens, _PROMPT_ROWS)
@@ -313,8 +314,8 @@ def capture_on_ranks(ranks: Ranks, key: GraphKey, capture: Callable[[], Captured
     return graph
 
 
-def shape_of(batch: ScheduledBatch) -> StepShape:
-    """Return the shape that the dispatcher decides by."""
+def shape_of(batch: ScheduledBatch, *, shares: bool = False) -> StepShape:
+    """Return the shape that the dispatcher decides by; see there for `shares`."""
     if batch.num_tokens == batch.num_reqs:
         longest = 1
     else:
@@ -325,6 +326,7 @@ def shape_of(batch: ScheduledBatch) -> StepShape:
         decode_query_len=longest,
         num_logits=batch.num_logits,
         makes_drafts=batch.makes_drafts,
+        shares=shares and batch.num_reqs >= PREFIX_TILES_FROM,
     )
 
 

@@ -81,12 +81,16 @@ class Sampling(Protocol):
 
     lookahead: as in `StepRunner`
     drafts:    drafts that the steps verify, or None without speculation
+    shared_tiles: tiles of keys of shared prefixes, in a layer of the latest step whose tokens were read
     """
 
     lookahead: int
 
     @property
     def drafts(self) -> HostDrafts | DeviceDrafts | None: ...
+
+    @property
+    def shared_tiles(self) -> int: ...
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Decide which sampler takes each row, before the step is written."""
@@ -210,6 +214,7 @@ class Pooling:
     """
 
     drafts = None
+    shared_tiles = 0
 
     def __init__(self, model: StepModel, *, lookahead: int = 0) -> None:
         self.lookahead = lookahead

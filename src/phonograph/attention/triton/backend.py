@@ -23,7 +23,7 @@ from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AttentionCall
 from phonograph.attention.kv_write import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
-from phonograph.attention.triton.capabilities import TritonCapabilities, shared_tokens
+from phonograph.attention.triton.capabilities import TritonCapabilities, has_prefix_tiles, shared_tokens
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
@@ -49,12 +49,14 @@ class TritonMetadata(AttentionMetadata):
         short_query_len: longest query of the launch for short ones; 0 if it serves none.
         has_long: True if there may be longer queries.
         divide: True if the two launches divide the multiprocessors.
+        in_tiles: True if shared prefixes have tiles of a launch of their own.
     """
 
     plans: dict[Window, tuple[DecodePlan, PrefillPlan]]
     short_query_len: int
     has_long: bool
     divide: bool
+    in_tiles: bool
 
 
 class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
@@ -88,6 +90,7 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
             short_query_len=short_query_len,
             has_long=has_long,
             divide=has_long and prefill_overlaps(common.slot_mapping.shape[0]),
+            in_tiles=key is not None and key.shares,
         )
 
 
@@ -112,6 +115,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
                 window=window,
                 multiprocessors=multiprocessors_of(long),
                 divide=metadata.divide,
+                in_tiles=metadata.in_tiles,
                 block_tables=common.plan_tables or (common.block_table,),
                 block_size=self.spec.block_size,
             )
@@ -152,6 +156,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
             out_THD,
             lse_HT,
             max_query_len=metadata.short_query_len,
+            in_tiles=metadata.in_tiles,
             overlaps_prefill=metadata.has_long and prefill_overlaps(query_THD.shape[0]),
             **scoring,
         )
@@ -173,5 +178,6 @@ def _make_plans(
     cuts = not spec.batch_invariant
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     tokens = shared_tokens(spec, limits, window, capability)
-    short = make_decode_plan(**sizes, shared_tokens=tokens)
+    tiles = tokens > 0 and has_prefix_tiles(spec, limits, capability)
+    short = make_decode_plan(**sizes, shared_tokens=tokens, prefix_tiles=tiles)
     return short, make_prefill_plan(**sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts)

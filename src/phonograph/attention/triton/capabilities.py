@@ -13,9 +13,11 @@ from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 from phonograph.kernels.attention_scratch import (
     LONGEST_WINDOW,
     MIN_SHARED,
+    PREFIX_TILES_FROM,
     decode_partials,
     holds_all_programs,
     prefill_partials,
+    prefix_tile_rows,
 )
 
 
@@ -48,6 +50,18 @@ def shared_tokens(spec: AttentionSpec, limits: Limits, window: tuple[int, int], 
     """Return the leading tokens of a batch whose sequences may share prefixes: its decodes, at most; 0 for none."""
     most = min(limits.max_num_seqs * (1 + spec.speculative_tokens), limits.max_num_batched_tokens)
     return 0 if why_not_shared(spec, window, capability) else most
+
+
+def has_prefix_tiles(spec: AttentionSpec, limits: Limits, capability: tuple[int, int]) -> bool:
+    """Return True if graphs of many decodes attend shared prefixes in tiles of the kernel for prefills on Hopper."""
+    return (
+        capability[0] == 9
+        and limits.max_num_seqs >= PREFIX_TILES_FROM
+        and spec.head_size in (64, 128)
+        and spec.dtype == spec.kv_cache_dtype in ("float16", "bfloat16")
+        and not spec.softcap
+        and (spec.block_size == 64 or spec.block_size % 128 == 0)
+    )
 
 
 class TritonCapabilities(DeclaredCapabilities):
@@ -104,12 +118,18 @@ class TritonCapabilities(DeclaredCapabilities):
         count = 0
         for window in spec.windows:
             tokens = shared_tokens(spec, limits, window, device.capability)
+            tiles = tokens > 0 and has_prefix_tiles(spec, limits, device.capability)
+            tile_rows = prefix_tile_rows(kv_heads, sms) if tiles else 0
             shapes = (
-                decode_partials(heads // kv_heads, size, sms, shared_rows=tokens * heads),
+                decode_partials(heads // kv_heads, size, sms, shared_rows=tokens * heads, tile_rows=tile_rows),
                 prefill_partials(kv_heads, size, sms, cuts=not spec.batch_invariant),
             )
             count += 4 * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
         return count
+
+    def sharing_graphs(self, spec: AttentionSpec, limits: Limits, device: DeviceSpec) -> int:
+        tokens = max(shared_tokens(spec, limits, window, device.capability) for window in spec.windows)
+        return PREFIX_TILES_FROM if tokens and has_prefix_tiles(spec, limits, device.capability) else 0
 
     def prefix_sharing(self, spec: AttentionSpec, device: DeviceSpec) -> tuple[bool, str]:
         why = {window: why_not_shared(spec, window, device.capability) for window in spec.windows}

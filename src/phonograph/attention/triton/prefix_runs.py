@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import NamedTuple
 
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
@@ -84,8 +85,8 @@ def find_runs(
     return sorted(found, key=lambda run: (run.first, run.level)) if worth else []
 
 
-def count_units(spec: AttentionSpec, runs: Sequence[PrefixRun], query_lens: Sequence[int]) -> tuple[int, int]:
-    """Return the units of a batch in a layer: of its runs, and of the own keys of its sequences.
+def count_units(spec: AttentionSpec, runs: Sequence[PrefixRun], query_lens: Sequence[int]) -> tuple[int, int, int]:
+    """Return the units of a batch in a layer: of its runs, of the own keys of its sequences, and tiles of keys of runs.
 
     Args:
         spec: attention of the KV group.
@@ -98,14 +99,15 @@ def count_units(spec: AttentionSpec, runs: Sequence[PrefixRun], query_lens: Sequ
     def tiles(tokens: int, tile: int) -> int:
         return 1 if tokens * group <= small else -(-tokens * group // tile)
 
-    shared = sum(tiles(sum(query_lens[run.first : run.last + 1]), large) for run in runs)
+    shared = [tiles(sum(query_lens[run.first : run.last + 1]), large) * spec.num_kv_heads for run in runs]
+    keys = [(run.end - run.begin) // key_tile(tile_width(spec.head_size)) for run in runs]
     sharing = {row for run in runs for row in range(run.first, run.last + 1)}
     own = sum(
         tiles(query_len, small if row in sharing else large)
         for row, query_len in enumerate(query_lens)
         if 1 <= query_len <= MAX_SHORT_QUERY
     )
-    return shared * spec.num_kv_heads, own * spec.num_kv_heads
+    return sum(shared), own * spec.num_kv_heads, sum(map(mul, shared, keys))
 
 
 def _neighbours(shared: Sequence[int], first: int, last: int, least: int) -> Iterator[tuple[int, int]]:

@@ -59,7 +59,7 @@ def explain(
 ) -> None:
     """Print backend, graph mode, graphs, memory and the decision for batches, each with its reason."""
     from phonograph.cli.attention_matrix import make_matrix
-    from phonograph.cli.group_lines import group_names
+    from phonograph.cli.group_lines import group_names, shares_much
     from phonograph.engine.plan import make_plan, resolve_attention
     from phonograph.engine.startup.configured_model import read_configured_model
     from phonograph.files.catalog import catalog_name
@@ -85,7 +85,10 @@ def explain(
         raise BackendError(f"{error}{hint}") from None
     batches = [read_batch(text, plan.limits) for text in batch or []]
     dispatcher = plan.make_dispatcher()
-    decided = [_Decided(one, shared, dispatcher.decide(shape_of(one))) for one, shared in batches]
+    decided = [
+        _Decided(one, shared, dispatcher.decide(shape_of(one, shares=shares_much(plan, one, shared))))
+        for one, shared in batches
+    ]
     if as_json:
         print_json(_facts(plan, decided))
     else:
@@ -134,6 +137,7 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
         "mode": mode_facts(plan),
         "captures": {
             "decode": [key.num_tokens for key in captures.decode],
+            "sharing": [key.num_tokens for key in captures.sharing],
             "drafting": [[key.num_tokens, key.num_reqs] for key in captures.drafting],
             "mixed": [key.num_tokens for key in captures.mixed],
             "piecewise": [key.num_tokens for key in captures.piecewise],
@@ -169,7 +173,7 @@ def _batch_facts(plan: EnginePlan, one: _Decided) -> dict[str, Any]:
     from phonograph.cli.group_lines import runs_of
 
     batch, decision = one.batch, one.decision
-    _, runs, (shared_units, own_units) = next(runs_of(plan, batch, one.shared), ("", [], (0, 0)))
+    _, runs, (shared_units, own_units, _) = next(runs_of(plan, batch, one.shared), ("", [], (0, 0, 0)))
     return {
         "batch": batch_text(batch),
         "num_reqs": batch.num_reqs,
@@ -288,6 +292,7 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
     slots = f" and {plan.limits.max_num_seqs} request slots"
     return [
         *line("decode", captures.decode, ", 1 a sequence"),
+        *line("decode", captures.sharing, ", 1 a sequence, where much of prefixes is shared"),
         *line("decode", captures.drafting, drafts),
         *line("mixed", captures.mixed, slots),
         *line("piecewise", captures.piecewise, slots),

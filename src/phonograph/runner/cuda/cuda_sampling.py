@@ -124,6 +124,10 @@ class CudaSampling:
         self._ring = ring
         self._listed = listed
 
+    @property
+    def shared_tiles(self) -> int:
+        return self._ring.shared_tiles
+
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Divide the rows among the step's kernels and those behind it."""
         masked: list[int] = []

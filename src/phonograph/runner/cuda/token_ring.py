@@ -14,7 +14,7 @@ class TokenRing:
     Args:
         depth: steps.
         max_rows: tokens of a step.
-        units: int32 [2], counts of a step that its tokens bring along; see `MetadataBuilder`. None for none.
+        units: int32 [3], counts of a step that its tokens bring along; see `MetadataBuilder`. None for none.
     """
 
     def __init__(self, *, depth: int, max_rows: int, units: torch.Tensor | None = None) -> None:
@@ -24,6 +24,7 @@ class TokenRing:
         self._rows = self._pinned.numpy()
         self._events = [torch.cuda.Event() for _ in range(depth)]
         self._sent = 0
+        self.shared_tiles = 0
 
     def send(self, tokens_N: torch.Tensor) -> int:
         """Start to copy int32 tokens [N] on the current stream; return the ticket to read them by."""
@@ -47,5 +48,11 @@ class TokenRing:
         return self._rows[place]
 
     def units(self, ticket: int) -> tuple[int, int]:
-        """Return the counts that came with tokens that were read; zeros if there are none."""
-        return (0, 0) if self._units is None else tuple(self._rows[ticket % len(self._events), -2:].tolist())
+        """Return the counts of units that came with tokens that were read; zeros if there are none.
+
+        The third count, of tiles of shared prefixes, becomes `shared_tiles`.
+        """
+        if self._units is None:
+            return 0, 0
+        shared, own, self.shared_tiles = self._rows[ticket % len(self._events), -3:].tolist()
+        return shared, own

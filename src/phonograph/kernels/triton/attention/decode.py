@@ -35,7 +35,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.attention_scratch import row_tiles
+from phonograph.kernels.attention_scratch import PREFILL_ROWS, row_tiles
 from phonograph.kernels.triton.attention.decode_plan import (
     PACKED,
     PREFIX_WORDS,
@@ -53,6 +53,7 @@ from phonograph.kernels.triton.attention.decode_plan import (
 )
 from phonograph.kernels.triton.attention.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
 from phonograph.kernels.triton.attention.plan_words import load_words
+from phonograph.kernels.triton.attention.prefill import cache_matrix
 from phonograph.kernels.triton.attention.tile import (
     LOG2_E,
     add_sink,
@@ -82,6 +83,7 @@ _AHEAD = 64
 # Prefixes that are attended once, own keys, and both with a wait between them. The interpreter runs one program after
 # the other, so that no program can wait there.
 _SHARED, _OWN, _BOTH = 1, 2, 3
+_ITEM_ROWS = tl.constexpr(PREFILL_ROWS)
 
 
 def decode_attention(
@@ -103,6 +105,7 @@ def decode_attention(
     v_scale: torch.Tensor | None,
     causal: bool,
     max_query_len: int,
+    in_tiles: bool = False,
     overlaps_prefill: bool = False,
 ) -> None:
     """Attend the queries of the planned sequences to their keys; padding rows get zeros and an LSE of -inf.
@@ -127,6 +130,7 @@ def decode_attention(
         v_scale: [K] float32 factors of FP8 values, or None
         causal: a query sees no key after its own
         max_query_len: longest query that the plan serves
+        in_tiles: as in `plan_decode`
         overlaps_prefill: the previous launch is `prefill_attention`, and may run at the same time (`prefill_overlaps`)
     """
     width = plan.partial_out.shape[2]
@@ -134,15 +138,24 @@ def decode_attention(
     small, large = row_tiles(plan.group, width, shares=shares is not None)
     merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
     one_tile = max_query_len * plan.group <= small
-    largest = small if one_tile and shares is None else large
+    items = shares.items if shares is not None and in_tiles else None
+    largest = small if one_tile and (shares is None or items is not None) else large
     in_flight = min(_IN_FLIGHT[largest <= 16], shared_memory() - _OTHER_BYTES)
     stages = 1 + in_flight // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
-    prefixes, arrivals, shared_tokens = None, None, 0
+    prefixes, arrivals, shared_tokens, item_row = None, None, 0, 0
     phases: tuple[int, ...] = (_OWN,)
     if shares is not None:
         prefixes, arrivals, shared_tokens = shares.words, shares.arrivals, shares.num_tokens
         phases = (_SHARED, _OWN) if knobs.runtime.interpret else (_BOTH,)
+        if items is not None:
+            # Imported here, because other versions of Triton lack parts of Gluon.
+            from phonograph.kernels.triton.attention.prefill_hopper import attend_prefixes_on_hopper
+
+            attend_prefixes_on_hopper(
+                plan, items, query_THD, kv_cache, block_table, cache_matrix(kv_cache), scale=scale
+            )
+            phases, item_row = (_OWN,), items.first_row
     for phase in phases:
         _attention_kernel[(plan.programs,)](
             query_THD,
@@ -173,6 +186,7 @@ def decode_attention(
             PHASES=phase,
             ONE_TILE=one_tile,
             SHARED_TOKENS=shared_tokens,
+            ITEM_ROW=item_row,
             PROGRAMS=plan.programs,
             KV_HEADS=plan.num_kv_heads,
             GROUP=plan.group,
@@ -219,7 +233,7 @@ _Unit = namedtuple(
 _Shape = namedtuple(
     "_Shape",
     "KV_HEADS GROUP SMALL LARGE ONE_TILE HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE "
-    "SCRATCH_ROWS SHARED_TOKENS PROGRAMS BLOCK_N LEFT HOLES RIGHT SOFTCAP MERGED STAGES FP8_AT_ONCE",
+    "SCRATCH_ROWS SHARED_TOKENS ITEM_ROW PROGRAMS BLOCK_N LEFT HOLES RIGHT SOFTCAP MERGED STAGES FP8_AT_ONCE",
 )
 
 
@@ -253,6 +267,7 @@ def _attention_kernel(
     PHASES: tl.constexpr,
     ONE_TILE: tl.constexpr,
     SHARED_TOKENS: tl.constexpr,
+    ITEM_ROW: tl.constexpr,
     PROGRAMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -287,8 +302,8 @@ def _attention_kernel(
     )  # fmt: skip
     SHAPE: tl.constexpr = _Shape(
         KV_HEADS, GROUP, SMALL, LARGE, ONE_TILE, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT,
-        STRIDE_HEAD, BLOCK_SIZE, SCRATCH_ROWS, SHARED_TOKENS, PROGRAMS, BLOCK_N, LEFT, LEFT >= 0 and SHARED_TOKENS > 0,
-        RIGHT, SOFTCAP, MERGED, STAGES, FP8_AT_ONCE,
+        STRIDE_HEAD, BLOCK_SIZE, SCRATCH_ROWS, SHARED_TOKENS, ITEM_ROW, PROGRAMS, BLOCK_N, LEFT,
+        LEFT >= 0 and SHARED_TOKENS > 0, RIGHT, SOFTCAP, MERGED, STAGES, FP8_AT_ONCE,
     )  # fmt: skip
     program = tl.program_id(0)
     record = read_record(records, program)
@@ -631,17 +646,27 @@ def _after_prefixes(tensors, unit, shape, token_M, head_M, valid_M):
     for level in range(2):
         first_token, num_tokens, position, num_chunks = load_words(words + 4 * level, 4)
         if num_tokens > 0:
-            tile_rows, num_tiles = row_tiles_of(num_tokens, False, shape)
             row_M = (unit.query_start + token_M - first_token) * GROUP + head_M % GROUP
-            unit_M = unit.kv_head * num_tiles + row_M // tile_rows
-            begin_M = position + unit_M * (num_chunks + empty) + empty
-            first_M, last_M, slot_M = programs_of(begin_M, num_chunks, ranges, empty)
-            num_parts_M = tl.where(valid_M, last_M - first_M + 1, 0)
-            whole_M = first_M == last_M
-            cut_M = (2 * shape.PROGRAMS + 2 * first_M) * shape.SCRATCH_ROWS + row_M % tile_rows
+            if shape.ITEM_ROW > 0:
+                # `position` and `num_chunks` are the first slot and the pieces of a tile (`PrefixItems`).
+                num_parts_M = tl.where(valid_M, num_chunks, 0)
+                whole_M = num_parts_M <= 1
+                slot_M = position + row_M // _ITEM_ROWS * num_chunks
+                cut_M = (slot_M * shape.KV_HEADS + unit.kv_head) * _ITEM_ROWS + row_M % _ITEM_ROWS + shape.ITEM_ROW
+                skipped_M = row_M * 0
+                ROWS_OF_PART: tl.constexpr = shape.KV_HEADS * _ITEM_ROWS
+            else:
+                tile_rows, num_tiles = row_tiles_of(num_tokens, False, shape)
+                unit_M = unit.kv_head * num_tiles + row_M // tile_rows
+                begin_M = position + unit_M * (num_chunks + empty) + empty
+                first_M, last_M, slot_M = programs_of(begin_M, num_chunks, ranges, empty)
+                num_parts_M = tl.where(valid_M, last_M - first_M + 1, 0)
+                whole_M = first_M == last_M
+                cut_M = (2 * shape.PROGRAMS + 2 * first_M) * shape.SCRATCH_ROWS + row_M % tile_rows
+                # The first partial result may be its program's second.
+                skipped_M = tl.where(whole_M, 0, (slot_M - 2 * first_M) * shape.SCRATCH_ROWS)
+                ROWS_OF_PART: tl.constexpr = 2 * shape.SCRATCH_ROWS
             first_row_M = tl.where(whole_M, _rows_of_prefix(level, unit.query_start + token_M, head_M, shape), cut_M)
-            # The first partial result may be its program's second.
-            skipped_M = tl.where(whole_M, 0, (slot_M - 2 * first_M) * shape.SCRATCH_ROWS)
             for part in range(0, tl.max(num_parts_M), PARTS):
                 lses = ()
                 parts = ()
@@ -649,7 +674,7 @@ def _after_prefixes(tensors, unit, shape, token_M, head_M, valid_M):
                 # As in `_merge_unit`, all loads are issued before the first value is used, and bypass the L1 cache.
                 for offset in tl.static_range(PARTS):
                     exists_M = part + offset < num_parts_M
-                    scratch_M = first_row_M + (part + offset) * (2 * shape.SCRATCH_ROWS)
+                    scratch_M = first_row_M + (part + offset) * ROWS_OF_PART
                     if offset == 0:
                         scratch_M += tl.where(part == 0, skipped_M, 0)
                     pointer_MD = tensors.partial_out + scratch_M[:, None] * WIDTH + dim[None, :]

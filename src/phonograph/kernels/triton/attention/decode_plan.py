@@ -17,7 +17,9 @@ over keys.
    ranges are cut for the programs on the others.
 6. A prefix that neighbouring sequences share (`shared_runs`) is a sequence of its own: its queries are those of the
    run, which see all of its keys. These sequences have ranges of their own, which all programs take before the others.
-   With a window, the keys of a sequence's prefixes are a *hole* in its own keys.
+   With a window, the keys of a sequence's prefixes are a *hole* in its own keys. In graphs of many decodes on Hopper
+   they are instead *items* of the launch for long queries, whose tiles of 128 rows read keys less often
+   (`shared_runs.store_items`).
 
     chunks    | e e 0 0 0 0 0 0 | e e 1 1 1 | e e 2 2 2 2 |    e: empty, a number: unit
     programs  |   p0    |   p1    |   p2    |   p3  |          equal ranges, empty chunks included
@@ -43,16 +45,20 @@ from triton.language.extra import cuda as tl_cuda
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
     LONGEST_WINDOW,
+    PREFILL_ROWS,
     SHARING_COST,
     SHORTEST_PIECE,
     decode_partials,
     key_tile,
     prefill_rows,
+    prefix_slots,
+    prefix_tile_rows,
     row_tiles,
 )
 from phonograph.kernels.attention_scratch import UNIT_COST as COST_OF_UNIT
 from phonograph.kernels.triton.attention.plan_words import load_words, store_words
-from phonograph.kernels.triton.attention.shared_runs import MIN_SHARED, compare_tables, find_runs
+from phonograph.kernels.triton.attention.prefill_plan import ENTRY_WORDS
+from phonograph.kernels.triton.attention.shared_runs import MIN_SHARED, compare_tables, find_runs, store_items
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 RECORD_WORDS = tl.constexpr(10)
@@ -82,16 +88,33 @@ _SHARING_COST = tl.constexpr(SHARING_COST)
 _WINDOW_TILES = tl.constexpr(1 << 14)
 
 
+class PrefixItems(NamedTuple):
+    """Tiles of shared prefixes for the launch for long queries, as `PrefillPlan` has those of prefills.
+
+    header [4]:     number of entries
+    entries [N, 8]: as in `PrefillPlan`, but the slot of a tile that is not cut is -1 - level
+    slots:          cut tiles, at most
+    first_row:      row of `DecodePlan.partial_out` from which the results of cut tiles are
+    """
+
+    header: torch.Tensor
+    entries: torch.Tensor
+    slots: int
+    first_row: int
+
+
 class SharedPrefixes(NamedTuple):
     """Prefixes of a batch that are attended once, for its first tokens.
 
     shared [R]:        keys that each sequence shares with the one before
     lows [R]:          with a window, the first key that all queries of both see
     words [R, 10]:     by sequence that shares: first token and tokens of its run, position of the first chunk, chunks
-                       of a unit, each for both levels; chunks of a range, empty chunks before a unit
+                       of a unit, each for both levels; chunks of a range, empty chunks before a unit. With `items`
+                       first slot and pieces of a tile in place of position and chunks
     arrivals [2]:      programs that have attended their prefixes, and those that go on; zero between launches
-    units [2]:         units of shared prefixes in the latest batch, and units of own keys
+    units [3]:         units of shared prefixes in the latest batch, units of own keys, and tiles of keys of the former
     num_tokens:        tokens of a batch that may share
+    items:             None if the launch for short queries attends all prefixes
     """
 
     shared: torch.Tensor
@@ -100,6 +123,7 @@ class SharedPrefixes(NamedTuple):
     arrivals: torch.Tensor
     units: torch.Tensor
     num_tokens: int
+    items: PrefixItems | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,26 +178,41 @@ def make_decode_plan(
     num_sms: int,
     device: torch.device,
     shared_tokens: int = 0,
+    prefix_tiles: bool = False,
 ) -> DecodePlan:
     """Make the persistent tensors for batches of up to `max_num_seqs` sequences.
 
-    Prefixes are shared among the first `shared_tokens` tokens of a batch.
+    Prefixes are shared among the first `shared_tokens` tokens of a batch, in graphs of many decodes with tiles of their
+    own (`PrefixItems`) if `prefix_tiles`.
     """
     group = num_query_heads // num_kv_heads
-    slots, rows, width = decode_partials(group, head_size, num_sms, shared_rows=shared_tokens * num_query_heads)
+    tile_rows = prefix_tile_rows(num_kv_heads, num_sms) if prefix_tiles else 0
+    shared_rows = shared_tokens * num_query_heads
+    slots, rows, width = decode_partials(group, head_size, num_sms, shared_rows=shared_rows, tile_rows=tile_rows)
     programs = DECODE_PROGRAMS * num_sms
     ints = partial(torch.zeros, dtype=torch.int32, device=device)
     floats = partial(torch.zeros, dtype=torch.float32, device=device)
     most_seqs = triton.next_power_of_2(max_num_seqs)
     prefixes = None
+    items = None
+    if tile_rows:
+        # Tiles that are not cut, of runs of both levels, and cut ones.
+        most = 2 * (shared_tokens * group // PREFILL_ROWS) + most_seqs + prefix_slots(num_kv_heads, num_sms)
+        items = PrefixItems(
+            header=ints(4),
+            entries=ints(most, ENTRY_WORDS.value),
+            slots=prefix_slots(num_kv_heads, num_sms),
+            first_row=slots * rows - tile_rows // rows * rows,
+        )
     if shared_tokens:
         prefixes = SharedPrefixes(
             shared=ints(most_seqs),
             lows=ints(most_seqs),
             words=ints(most_seqs, PREFIX_WORDS.value),
             arrivals=ints(2),
-            units=ints(2),
+            units=ints(3),
             num_tokens=shared_tokens,
+            items=items,
         )
     return DecodePlan(
         records=ints(2 * programs if shared_tokens else programs, RECORD_WORDS.value),
@@ -200,6 +239,7 @@ def plan_decode(
     window: tuple[int, int],
     multiprocessors: torch.Tensor | None = None,
     divide: bool = False,
+    in_tiles: bool = False,
     block_tables: tuple[torch.Tensor, ...] = (),
     block_size: int = 0,
 ) -> None:
@@ -216,6 +256,7 @@ def plan_decode(
         window: (left, right) keys before and after the query; -1 for no bound. The right bound does not matter here.
         multiprocessors: [1] int32; receives the number of multiprocessors for the launch for long queries
         divide: that launch runs at the same time, and leaves the other multiprocessors to this one
+        in_tiles: shared prefixes are attended in tiles of a launch of their own, if the plan has them
         block_tables: each [R, max blocks] int32, rows contiguous, of a plan that shares prefixes: pages that are equal
             in all of them are shared
         block_size: keys of a block
@@ -225,11 +266,11 @@ def plan_decode(
     at_once = max(2, min(8, 8192 // seqs))
     prefixes = plan.prefixes_of(seq_lens.shape[0], max_query_len)
     small, large = row_tiles(plan.group, plan.partial_out.shape[2], shares=prefixes is not None)
-    shared, lows, words = None, None, None
+    shared, lows, words, items = None, None, None, None
     units = None if plan.prefixes is None else plan.prefixes.units
     if prefixes is not None:
         assert block_tables and window[0] < LONGEST_WINDOW
-        shared, words = prefixes.shared, prefixes.words
+        shared, words, items = prefixes.shared, prefixes.words, prefixes.items if in_tiles else None
         lows = prefixes.lows if window[0] >= 0 else None
         compare_tables(
             shared,
@@ -251,6 +292,8 @@ def plan_decode(
         plan.sequences,
         words,
         units,
+        None if items is None else items.header,
+        None if items is None else items.entries,
         multiprocessors,
         seq_lens.shape[0],
         max_query_len,
@@ -266,6 +309,8 @@ def plan_decode(
         EACH=DECODE_PROGRAMS,
         BLOCK_N=plan.block_n,
         LEFT=window[0],
+        MOST_ITEMS=0 if items is None else items.entries.shape[0],
+        SLOTS=0 if items is None else items.slots,
         **pdl_options(),
         num_warps=8,
     )
@@ -491,6 +536,8 @@ def _plan_kernel(
     sequences,
     words,
     units,
+    header,
+    items,
     multiprocessors,
     num_seqs,
     max_query_len,
@@ -506,6 +553,8 @@ def _plan_kernel(
     EACH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
+    MOST_ITEMS: tl.constexpr,
+    SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write AT_ONCE records a program. Each program sums the batch itself, which is faster than waiting for another."""
@@ -578,6 +627,7 @@ def _plan_kernel(
         if units is not None:
             tl.store(units, tl.sum(units1_R + units2_R))
             tl.store(units + 1, tl.sum(units_R))
+            tl.store(units + 2, tl.sum(tiles1_R * units1_R + tiles2_R * units2_R))
 
     program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists_P = program_P < PROGRAMS
@@ -596,13 +646,33 @@ def _plan_kernel(
     entry_P = seq_P, begin_P, len_P, tl.load(seq_lens + seq_P), word_P
     takes_P = program_P < programs
     # After the records of shared prefixes, if there are any.
-    record_P = records + (program_P + PROGRAMS * shares) * RECORD_WORDS
-    together_P = tl.where(takes_P, programs * shares, 0)
+    together = 0 if items is not None else shares
+    record_P = records + (program_P + PROGRAMS * together) * RECORD_WORDS
+    together_P = tl.where(takes_P, programs * together, 0)
     ranges_P = tl.where(takes_P, ranges, 0)
     before_P = start_P - first_P
     _store_records(record_P, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, SHAPE, False)
 
-    if shared is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+    if items is not None:
+        if tl.program_id(0) == 0:
+            tl.store(header, 0)
+        if shares != 0:
+            rows1_R = tl.where((first1_R == seq_R) & (end1_R > 0), tokens1_R * GROUP, 0)
+            rows2_R = tl.where((first2_R == seq_R) & (end2_R > 0), tokens2_R * GROUP, 0)
+            CONSTANTS: tl.constexpr = (KV_HEADS, PROGRAMS // EACH, MOST_ITEMS, SLOTS)
+            slot1_R, pieces1_R, slot2_R, pieces2_R = store_items(
+                header, items, (rows1_R, low1_R, end1_R), (rows2_R, low2_R, own_R), query_start_loc, GROUP, CONSTANTS
+            )
+            if tl.program_id(0) == 0:
+                begin1_R = tl.load(query_start_loc + first1_R, mask=end1_R > 0)
+                begin2_R = tl.load(query_start_loc + first2_R, mask=end2_R > 0)
+                # A sequence's runs are the last that have begun.
+                at1_R = tl.associative_scan(slot1_R, 0, _larger)
+                at2_R = tl.associative_scan(slot2_R, 0, _larger)
+                of1 = begin1_R, tl.where(end1_R > 0, tokens1_R, 0), at1_R, pieces1_R
+                of2 = begin2_R, tl.where(end2_R > 0, tokens2_R, 0), at2_R, pieces2_R
+                store_words(words + seq_R * PREFIX_WORDS, of1 + of2 + (seq_R * 0, seq_R * 0), valid_R)
+    elif shared is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
         if shares != 0:
             # The same for shared prefixes. A sequence has the entries of the runs that begin with it.
             size, empty = _divide(tiles1_R, units1_R, tiles2_R, units2_R, programs)

@@ -89,10 +89,8 @@ def prefill_attention(
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
     width = plan.partial_out.shape[-1]
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
-    heads_outside = num_kv_heads > 1 and stride_slot == head_size
+    rows, columns, heads_outside = cache_matrix(kv_cache)
     tma = _fits_tma(kv_cache, width, heads_outside)
-    columns = head_size if heads_outside else num_kv_heads * head_size
-    rows = 2 * stride_kv // columns
     features = softcap != 0.0 or alibi_slopes is not None or k_scale is not None or v_scale is not None
     if (
         num_tokens >= _HOPPER_TOKENS
@@ -113,8 +111,7 @@ def prefill_attention(
             block_table,
             out_THD,
             lse_HT,
-            matrix=(rows, columns),
-            heads_outside=heads_outside,
+            (rows, columns, heads_outside),
             scale=scale,
             window=window,
             sinks=sinks,
@@ -229,6 +226,14 @@ def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[in
     if not tma:
         return _BLOCK_N, 4, 3, 2
     return (_BLOCK_N, 8, 3 if roomy else 2, 1) if few else (_BLOCK_N, 4, 2, 2)
+
+
+def cache_matrix(kv_cache: torch.Tensor) -> tuple[int, int, bool]:
+    """Return a cache's rows and columns for the copy engine, and True if a row is a head of a slot, not a slot."""
+    num_kv_heads, head_size = kv_cache.shape[3:]
+    heads_outside = num_kv_heads > 1 and kv_cache.stride(2) == head_size
+    columns = head_size if heads_outside else num_kv_heads * head_size
+    return 2 * kv_cache.stride(0) // columns, columns, heads_outside
 
 
 def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:

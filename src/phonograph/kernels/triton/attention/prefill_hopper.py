@@ -41,6 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from phonograph.kernels.attention_scratch import DECODE_PROGRAMS, PREFILL_ROWS
+from phonograph.kernels.triton.attention.decode_plan import DecodePlan, PrefixItems
 from phonograph.kernels.triton.attention.prefill_plan import (
     ENTRY_WORDS,
     PrefillPlan,
@@ -77,9 +79,8 @@ def attend_on_hopper(
     block_table: torch.Tensor,
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
+    matrix: tuple[int, int, bool],
     *,
-    matrix: tuple[int, int],
-    heads_outside: bool,
     scale: float,
     window: tuple[int, int],
     sinks: torch.Tensor | None,
@@ -87,39 +88,94 @@ def attend_on_hopper(
 ) -> None:
     """Attend like `prefill.prefill_attention`, for 16-bit tensors, heads of 64 or 128 and plans that cut keys.
 
-    `matrix` is (rows, columns) of the cache for the copy engine. A row is a slot, or a head of a slot if
-    `heads_outside`.
+    `matrix` is `cache_matrix` of the cache.
+    """
+    work = plan.header, plan.entries, plan.partial_out, plan.partial_lse
+    rows = plan.rows, 0, 0, 0
+    window = window[0], 0 if causal else window[1]
+    _launch(work, plan.num_sms, plan.group, rows, query_THD, kv_cache, block_table, out_THD, lse_HT, matrix, scale,
+            window, sinks)  # fmt: skip
+
+
+def attend_prefixes_on_hopper(
+    plan: DecodePlan,
+    items: PrefixItems,
+    query_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    matrix: tuple[int, int, bool],
+    *,
+    scale: float,
+) -> None:
+    """Attend the prefixes that sequences share, and leave partial results in the plan's.
+
+    Args:
+        plan: with the items of this batch.
+        items: of the plan.
+        query_THD: as in `decode.decode_attention`, in 16 bits, with heads of 64 or 128.
+        kv_cache: as there, of the same type, in blocks of 64 or a multiple of 128 slots.
+        block_table: as there.
+        matrix: `cache_matrix` of the cache.
+        scale: factor of the logits.
+    """
+    assert plan.prefixes is not None
+    work = items.header, items.entries, plan.partial_out, plan.partial_lse
+    whole = 4 * plan.programs * plan.partial_out.shape[1]
+    rows = PREFILL_ROWS, items.first_row, whole, plan.prefixes.num_tokens
+    _launch(work, plan.programs // DECODE_PROGRAMS, plan.group, rows, query_THD, kv_cache, block_table, query_THD, None,
+            matrix, scale, (-1, -1), None)  # fmt: skip
+
+
+def _launch(
+    work: tuple[torch.Tensor, ...],
+    num_sms: int,
+    group: int,
+    rows: tuple[int, int, int, int],
+    query_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor | None,
+    matrix: tuple[int, int, bool],
+    scale: float,
+    window: tuple[int, int],
+    sinks: torch.Tensor | None,
+) -> None:
+    """Launch the kernel for the items in `work`: header, entries, partial results and their LSE.
+
+    `rows` are those of a tile and, of prefixes, the first row of cut and of whole results, and the tokens that share.
     """
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
-    rows, columns = matrix
+    matrix_rows, columns, heads_outside = matrix
+    tile_rows, cut_row, whole_row, shared_tokens = rows
     kind = gl.bfloat16 if kv_cache.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for([PIECE, _COLUMNS], kind)
-    _prefill_kernel[(plan.num_sms,)](
+    _prefill_kernel[(num_sms,)](
         query_THD,
-        TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [PIECE, _COLUMNS], layout),
+        TensorDescriptor(kv_cache, [matrix_rows, columns], [columns, 1], [PIECE, _COLUMNS], layout),
         block_table,
         out_THD,
         lse_HT,
         sinks,
-        plan.header,
-        plan.entries,
-        plan.partial_out,
-        plan.partial_lse,
+        *work,
         query_THD.stride(0),
-        rows // 2,
+        matrix_rows // 2,
         num_kv_heads if heads_outside else 1,
         block_table.stride(0),
         lse_HT.stride(0) if lse_HT is not None else 0,
         scale,
-        PROGRAMS=plan.num_sms,
+        PROGRAMS=num_sms,
         KV_HEADS=num_kv_heads,
-        GROUP=plan.group,
+        GROUP=group,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
-        ROWS=plan.rows // 2,
+        ROWS=tile_rows // 2,
         LEFT=window[0],
-        RIGHT=0 if causal else window[1],
+        RIGHT=window[1],
         HEADS_OUTSIDE=heads_outside,
+        CUT_ROW=cut_row,
+        WHOLE_ROW=whole_row,
+        SHARED_TOKENS=shared_tokens,
         TILES=_TILES,
         **pdl_options(),
         num_warps=4,
@@ -128,7 +184,10 @@ def attend_on_hopper(
 
 
 # Constants of the kernel.
-_Shape = namedtuple("_Shape", "PROGRAMS KV_HEADS GROUP HEAD_SIZE BLOCK_SIZE ROWS LEFT RIGHT HEADS_OUTSIDE PDL")
+_Shape = namedtuple(
+    "_Shape",
+    "PROGRAMS KV_HEADS GROUP HEAD_SIZE BLOCK_SIZE ROWS LEFT RIGHT HEADS_OUTSIDE CUT_ROW WHOLE_ROW SHARED_TOKENS PDL",
+)
 
 
 @gluon.jit
@@ -532,7 +591,19 @@ def _run(rings, turns, tensors, strides, scale, shape, GROUP_OF_WARPS: gl.conste
         factor_M = gl.where(sum_M > 0, factor_M / sum_M, 0.0)
         lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -_INFINITY)
         sums_MD *= gl.convert_layout(factor_M, gl.SliceLayout(1, OUT))[:, None]
-        if slot < 0:
+        if shape.SHARED_TOKENS > 0:
+            # As `decode._after_prefixes` reads them. The slot of a whole result is -1 - level.
+            offset = (slot * KV_HEADS + kv_head) * (2 * ROWS) + shape.CUT_ROW
+            shared_row = (-1 - slot) * shape.SHARED_TOKENS + query_start
+            place_M = gl.where(slot < 0, (shared_row + token_M) * (KV_HEADS * GROUP) + head_M + shape.WHOLE_ROW,
+                               offset + row_M % (2 * ROWS))  # fmt: skip
+            gl.store(partial_lse + place_M, lse_M, mask=token_M < query_len)
+            place_M = gl.convert_layout(place_M, gl.SliceLayout(1, OUT))
+            exists_M = gl.convert_layout(token_M < query_len, gl.SliceLayout(1, OUT))
+            partial_ptrs = partial_out + place_M.to(gl.int64)[:, None] * HEAD_SIZE
+            columns = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT))
+            gl.store(partial_ptrs + columns[None, :], sums_MD, mask=exists_M[:, None])
+        elif slot < 0:
             if lse_HT is not None:
                 lse_ptrs = lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M
                 gl.store(lse_ptrs, lse_M * LN_2, mask=token_M < query_len)
@@ -579,6 +650,9 @@ def _prefill_kernel(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     HEADS_OUTSIDE: gl.constexpr,
+    CUT_ROW: gl.constexpr,
+    WHOLE_ROW: gl.constexpr,
+    SHARED_TOKENS: gl.constexpr,
     TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -586,7 +660,8 @@ def _prefill_kernel(
     if PDL:
         let_next_kernel_start()
     SHAPE: gl.constexpr = _Shape(
-        PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, ROWS, LEFT, RIGHT, HEADS_OUTSIDE, PDL
+        PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, ROWS, LEFT, RIGHT, HEADS_OUTSIDE, CUT_ROW, WHOLE_ROW,
+        SHARED_TOKENS, PDL,
     )  # fmt: skip
     SIZE: gl.constexpr = cache.block_type.shape[0]
     # Keys and values have the same pattern in shared memory as a box of the copy engine.

@@ -31,10 +31,17 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.attention_scratch import MIN_SHARED as LEAST_SHARED
+from phonograph.kernels.attention_scratch import PREFILL_ROWS
+from phonograph.kernels.triton.attention.plan_words import store_words
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 MIN_SHARED = tl.constexpr(LEAST_SHARED)
 _FAR = tl.constexpr(2147483647)
+_ROWS = tl.constexpr(PREFILL_ROWS)
+# Pieces of keys of a cut tile: their multiple, and least keys; cost of starting and ending one, in keys.
+_STEP, _LEAST_PIECE, _PIECE_COST = tl.constexpr(128), tl.constexpr(512), tl.constexpr(128)
+# Items that a program writes at a time.
+_WRITTEN = tl.constexpr(8)
 # Block ids of two sequences that a program compares at a time.
 _COMPARED = 1024
 
@@ -153,3 +160,87 @@ def find_runs(shared_R, joins_R, joins_next_R):
         (least_R, seq_R, (~joins_next_R).to(tl.int32)), 0, _scan_run, reverse=True
     )
     return first_R, last_R, tl.minimum(forward_R, backward_R)
+
+
+@triton.jit
+def store_items(header, items, level1, level2, query_start_loc, GROUP: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Write the tiles of all runs for the launch for long queries, cut into pieces of keys where that ends earlier.
+
+    All tiles have pieces of at most one length: of 16 candidates the one whose rounds of pieces end first.
+
+    Args:
+        header: receives the number of items.
+        items: receives the entries; see `PrefixItems`.
+        level1: for each sequence rows of the run that begins with it (0 if none does), first key and end of its run.
+        level2: the same of the second level.
+        query_start_loc: [R+1].
+        GROUP: query heads of a KV head.
+        CONSTANTS: KV heads, multiprocessors, items at most, slots.
+
+    Returns:
+        For each level the first slot of the run that begins with a sequence, and the pieces of a tile of its run.
+    """
+    KV_HEADS: tl.constexpr = CONSTANTS[0]
+    SMS: tl.constexpr = CONSTANTS[1]
+    rows1_R, low1_R, end1_R = level1
+    rows2_R, low2_R, end2_R = level2
+    seq_R = tl.arange(0, rows1_R.shape[0])
+    keys1_R, keys2_R = end1_R - low1_R, end2_R - low2_R
+    tiles1_R, tiles2_R = tl.cdiv(rows1_R, _ROWS), tl.cdiv(rows2_R, _ROWS)
+    work = tl.sum(tiles1_R.to(tl.float32) * keys1_R + tiles2_R.to(tl.float32) * keys2_R)
+    longest = tl.max(tl.maximum(keys1_R, keys2_R))
+    number_C = tl.arange(0, 16)
+    even_C = work * KV_HEADS / SMS * (1 + number_C.to(tl.float32) / 8)
+    length_C = tl.minimum(tl.maximum(tl.ceil(even_C).to(tl.int32), _LEAST_PIECE), longest)
+    length_C = tl.where(number_C == 15, longest, length_C)
+    pieces1_CR = tl.cdiv(keys1_R[None, :], length_C[:, None])
+    pieces2_CR = tl.cdiv(keys2_R[None, :], length_C[:, None])
+    cut1_CR = tl.where(pieces1_CR > 1, pieces1_CR * tiles1_R[None, :], 0)
+    cut_C = tl.sum(cut1_CR + tl.where(pieces2_CR > 1, pieces2_CR * tiles2_R[None, :], 0), 1)
+    count_C = tl.sum(pieces1_CR * tiles1_R[None, :] + pieces2_CR * tiles2_R[None, :], 1)
+    size1_CR = tl.cdiv(keys1_R[None, :], tl.maximum(pieces1_CR, 1))
+    size_C = tl.max(tl.maximum(size1_CR, tl.cdiv(keys2_R[None, :], tl.maximum(pieces2_CR, 1))), 1)
+    mean_C = work / tl.maximum(count_C, 1).to(tl.float32)
+    time_C = tl.maximum(tl.cdiv(count_C * KV_HEADS, SMS) * (mean_C + _PIECE_COST), size_C.to(tl.float32) + _PIECE_COST)
+    time_C = tl.where((cut_C <= CONSTANTS[3]) | (number_C == 15), time_C, float("inf"))
+    length = tl.max(tl.where(number_C == tl.argmin(time_C, 0), length_C, 1))
+
+    pieces1_R, pieces2_R = tl.cdiv(keys1_R, length), tl.cdiv(keys2_R, length)
+    count1_R, count2_R = tiles1_R * pieces1_R, tiles2_R * pieces2_R
+    cut1_R, cut2_R = tl.where(pieces1_R > 1, count1_R, 0), tl.where(pieces2_R > 1, count2_R, 0)
+    first_R = tl.cumsum(count1_R + count2_R) - count1_R - count2_R
+    slot1_R = tl.cumsum(cut1_R + cut2_R) - cut1_R - cut2_R
+    slot2_R = slot1_R + cut1_R
+    total = tl.sum(count1_R + count2_R)
+    if tl.program_id(0) == 0:
+        tl.store(header, total)
+    for begin in range(tl.program_id(0) * _WRITTEN, total, tl.num_programs(0) * _WRITTEN):
+        item_E = begin + tl.arange(0, _WRITTEN)
+        before_ER = (first_R[None, :] <= item_E[:, None]) & (count1_R + count2_R > 0)[None, :]
+        seq_E = tl.maximum(tl.max(tl.where(before_ER, seq_R[None, :], -1), 1), 0)
+        is_ER = seq_R[None, :] == seq_E[:, None]
+        local_E = item_E - _at(is_ER, first_R)
+        of1_E = _at(is_ER, count1_R)
+        second_E = local_E >= of1_E
+        local_E -= tl.where(second_E, of1_E, 0)
+        is1_ER, is2_ER = is_ER & ~second_E[:, None], is_ER & second_E[:, None]
+        pieces_E = tl.maximum(_at(is1_ER, pieces1_R) + _at(is2_ER, pieces2_R), 1)
+        low_E = _at(is1_ER, low1_R) + _at(is2_ER, low2_R)
+        end_E = _at(is1_ER, end1_R) + _at(is2_ER, end2_R)
+        rows_E = _at(is1_ER, rows1_R) + _at(is2_ER, rows2_R)
+        slot_E = _at(is1_ER, slot1_R) + _at(is2_ER, slot2_R) + local_E
+        size_E = tl.cdiv(tl.cdiv(end_E - low_E, pieces_E), _STEP) * _STEP
+        start_E = tl.minimum(low_E + local_E % pieces_E * size_E, end_E)
+        stop_E = tl.minimum(start_E + size_E, end_E)
+        slot_E = tl.where(pieces_E > 1, slot_E, -1 - second_E.to(tl.int32))
+        exists_E = (item_E < total) & (item_E < CONSTANTS[2])
+        start_of_E = tl.load(query_start_loc + seq_E)
+        span = seq_E, local_E // pieces_E, start_E, stop_E, slot_E, start_of_E, rows_E // GROUP, end_E
+        store_words(items + item_E * 8, span, exists_E)
+    return tl.where(rows1_R > 0, slot1_R, 0), pieces1_R, tl.where(rows2_R > 0, slot2_R, 0), pieces2_R
+
+
+@triton.jit
+def _at(is_ER, values_R):
+    """Return each item's value, of the sequence with which its run begins."""
+    return tl.sum(tl.where(is_ER, values_R[None, :], 0), 1)
