@@ -153,10 +153,10 @@ def make_capture_list(
                 GraphKey(GraphSet.DECODE, *shape, query_len, num_logits=shape[0], makes_drafts=draft_passes)
                 for shape in shapes
             ]
-            most_drafted = max((key.num_tokens for key in drafting), default=0)
-            if most_drafted < min(max_num_seqs * query_len, max(sizes or (max_num_seqs * query_len,))):
+            drafted = max((key.num_tokens for key in drafting), default=0)
+            if drafted < min(max_num_seqs * query_len, max(sizes or (max_num_seqs * query_len,))):
                 notes.append(
-                    f"no graph of decodes with drafts of more than {most_drafted} tokens: a step has at most {most} of them"
+                    f"no graph of decodes with drafts of more than {drafted} tokens: a step has at most {most} of them"
                 )
     other: list[int] = []
     if mode.mixed_full or mode.piecewise:
