@@ -32,7 +32,7 @@ pytest.importorskip("triton")
 
 from phonograph.attention.flash_attn.backend import FlashAttention3Backend
 from phonograph.attention.flashinfer.backend import FlashInferBackend
-from phonograph.attention.triton.backend import _INTERPRETER_SMS, TritonBackend
+from phonograph.attention.triton.backend import _NO_GPU, TritonBackend
 
 CPU = torch.device("cpu")
 H200 = known_device("h200")
@@ -74,7 +74,7 @@ def kept(*held: object) -> int:
 def test_triton(changes: dict[str, Any]) -> None:
     spec = replace(SPEC, **changes)
     builder = TritonBackend(spec, CPU, LIMITS).make_builder()
-    device = DeviceSpec(name="here", kind="cuda", capability=(9, 0), num_sms=_INTERPRETER_SMS)
+    device = DeviceSpec(name="here", kind="cuda", capability=(9, 0), num_sms=_NO_GPU[1])
     said = TritonCapabilities().buffer_bytes(spec, device, LIMITS, [])
     assert said <= kept(builder) <= said + 64 * 1024
 

@@ -86,7 +86,7 @@ def pretend_gpu() -> None:
     torch.cuda.Event = Event
     for name in ("zeros", "full", "empty"):
         setattr(torch, name, unpinned(getattr(torch, name)))
-    triton_backend._INTERPRETER_SMS = H200.num_sms
+    triton_backend._NO_GPU = H200.capability, H200.num_sms
     sampler._CHUNK_LOGITS["meta"] = sampler._CHUNK_LOGITS["cuda"]
     # The library's products need no kernel of ours, and take long of tensors without memory.
     torch.Tensor.addmm_ = lambda self, *_, **__: self

@@ -73,9 +73,10 @@ def test_all_kernels_are_compiled_before_the_captures(reports: dict[str, dict[st
     """One of attention for each window, which takes longest to compile.
 
     Where prefixes are shared, decodes of one token have one of their own, and those of one sequence another. So has one
-    row, where torch forgets the stride between rows, and Llama's heads have the kernel of long prompts.
+    row, where torch forgets the stride between rows, and Llama's heads have the kernel of long prompts. Graphs for much
+    shared prefix have that kernel too, the same for all windows, and one for own keys.
     """
-    num_attention = {"llama": 5, "qwen3": 5, "windows": 10, "gemma3": 8}
+    num_attention = {"llama": 7, "qwen3": 7, "windows": 13, "gemma3": 8}
     for name in MODELS:
         found = reports[name]
         few, every, captured, eager = (set(found[kind]) for kind in ("few", "every", "captured", "eager"))

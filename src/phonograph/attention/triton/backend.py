@@ -38,7 +38,8 @@ from phonograph.kernels.triton.attention.prefill_plan import (
 )
 
 Window = tuple[int, int]
-_INTERPRETER_SMS = 2
+_NO_GPU = (0, 0), 2
+"""Capability and multiprocessors without a GPU, in the interpreter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,14 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
     """Builder with one plan for each window, shared by all graphs. Each step computes them for its layers."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
-        num_sms = _INTERPRETER_SMS
+        capability, num_sms = _NO_GPU
         if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._batch_invariant = spec.batch_invariant
-        self._plans = {window: _make_plans(spec, device, limits, num_sms, window) for window in spec.windows}
+        self._plans = {
+            window: _make_plans(spec, device, limits, capability, num_sms, window) for window in spec.windows
+        }
         prefixes = (short.prefixes for short, _ in self._plans.values() if short.prefixes is not None)
         self.units = next((one.units for one in prefixes), None)
 
@@ -165,7 +169,12 @@ class TritonBackend(GpuBackend[TritonMetadata]):
 
 
 def _make_plans(
-    spec: AttentionSpec, device: torch.device, limits: Limits, num_sms: int, window: Window
+    spec: AttentionSpec,
+    device: torch.device,
+    limits: Limits,
+    capability: tuple[int, int],
+    num_sms: int,
+    window: Window,
 ) -> tuple[DecodePlan, PrefillPlan]:
     sizes: dict[str, Any] = {
         "num_query_heads": spec.num_query_heads,
@@ -176,7 +185,6 @@ def _make_plans(
         "device": device,
     }
     cuts = not spec.batch_invariant
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     tokens = shared_tokens(spec, limits, window, capability)
     tiles = tokens > 0 and has_prefix_tiles(spec, limits, capability)
     short = make_decode_plan(**sizes, shared_tokens=tokens, prefix_tiles=tiles)
