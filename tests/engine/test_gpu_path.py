@@ -406,6 +406,27 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None
     assert counts.verified > 24 and counts.accepted >= 0.95 * counts.verified
 
 
+def test_samples_copy_the_keys_of_a_draft_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of their prompt behind two blocks. The draft model is the model, so that its drafts are right."""
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    speculation |= {"adaptive_depth": False}
+    engine = start_engine(tmp_path, (3,), speculative_config=speculation)
+    runner: Any = engine.core.runner
+    for cache in runner._program.passes._attentions[0]._kv_caches:
+        cache.normal_(std=8)
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    records: list[StepRecord] = []
+    engine.core.on_step = records.append
+    output = session.add(prompt(9, 40), SamplingParams(n=3, temperature=0.0, max_tokens=9, ignore_eos=True))
+    finish(session, output)
+    check(reference, output)
+    assert [record.prefill_lens for record in records if record.prefill_lens] == [[40], [1, 1]]
+    counts = engine.core.scheduler.stats.drafts
+    assert counts.accepted == counts.verified > 12
+
+
 def test_drafts_behind_the_end_read_nothing_but_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in flight accepts drafts, so that those of the next one reach behind the last block of a sequence."""
 
