@@ -563,12 +563,14 @@ def test_sleep(name: str | None, tmp_path: Path) -> None:
     ids=["states", "norms, masked", "first version", "first version, masked"],
 )
 def test_drafts_of_a_head_are_those_of_a_plain_one(
-    method: str, changes: dict[str, Any], more: dict[str, Any], tmp_path: Path
+    method: str, changes: dict[str, Any], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a prompt in chunks, and behind decodes: states of the target's layers, tokens shifted by one, d2t.
 
-    Rows with a grammar are sampled behind the step, and have passes of their own.
+    Rows with a grammar are sampled behind the step, and have passes of their own. A second sequence copies the end of
+    the prompt, with the keys of the head.
     """
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
     torch.manual_seed(3)
     length, said = (57, 9) if method == "eagle3" and not changes else (43, 3)
     target = tmp_path / "target"
@@ -582,20 +584,21 @@ def test_drafts_of_a_head_are_those_of_a_plain_one(
     engine = start_engine(target, (3,), speculative_config=speculation)
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
     params = SamplingParams(temperature=0.0, max_tokens=said + 9, ignore_eos=True, **more)
-    output = session.add(prompt(1, length), params)
+    output, other = (session.add(prompt(1, length), params) for _ in range(2))
     # A step behind the last token of a request would write no keys.
     while len(output.outputs[0].token_ids) < said:
         session.step()
-    check(reference, output)
+    assert (output.num_cached_tokens, other.num_cached_tokens) == (0, length - 1)
     inputs: Any = engine.core.runner._inputs
-    slot = 0
-    known = inputs.history[slot, : int(inputs.state.num_computed[slot]) + 1].tolist()
-    text = output.prompt_token_ids + output.outputs[0].token_ids
-    assert known[: len(text)] == text
-    drafts = inputs.state.drafts[slot].tolist()
-    chain = eagle_heads.plain_chain(reference, config, tensors, known, drafts)
-    for draft, scores in zip(drafts, chain.logits, strict=True):
-        # Half precision may change places of two that are almost equal.
-        assert scores[draft] >= scores.max() - NEAR
-    last = engine.core.runner._program.passes._features_RE[slot].float()
-    assert (last - chain.feature).norm() < NEAR * chain.feature.norm()
+    for slot, one in enumerate((output, other)):
+        check(reference, one)
+        known = inputs.history[slot, : int(inputs.state.num_computed[slot]) + 1].tolist()
+        text = one.prompt_token_ids + one.outputs[0].token_ids
+        assert known[: len(text)] == text
+        drafts = inputs.state.drafts[slot].tolist()
+        chain = eagle_heads.plain_chain(reference, config, tensors, known, drafts)
+        for draft, scores in zip(drafts, chain.logits, strict=True):
+            # Half precision may change places of two that are almost equal.
+            assert scores[draft] >= scores.max() - NEAR
+        last = engine.core.runner._program.passes._features_RE[slot].float()
+        assert (last - chain.feature).norm() < NEAR * chain.feature.norm()
