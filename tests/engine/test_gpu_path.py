@@ -435,6 +435,27 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None
     assert counts.verified > 24 and counts.accepted >= 0.95 * counts.verified
 
 
+def test_samples_copy_the_keys_of_a_draft_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of their prompt behind two blocks. The draft model is the model, so that its drafts are right."""
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    speculation |= {"adaptive_depth": False}
+    engine = start_engine(tmp_path, (3,), speculative_config=speculation)
+    runner: Any = engine.core.runner
+    for cache in runner._program.passes._attentions[0]._kv_caches:
+        cache.normal_(std=8)
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    records: list[StepRecord] = []
+    engine.core.on_step = records.append
+    output = session.add(prompt(9, 40), SamplingParams(n=3, temperature=0.0, max_tokens=9, ignore_eos=True))
+    finish(session, output)
+    check(reference, output)
+    assert [record.prefill_lens for record in records if record.prefill_lens] == [[40], [1, 1]]
+    counts = engine.core.scheduler.stats.drafts
+    assert counts.accepted == counts.verified > 12
+
+
 def test_drafts_behind_the_end_read_nothing_but_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in flight accepts drafts, so that those of the next one reach behind the last block of a sequence."""
 
@@ -571,12 +592,14 @@ def test_sleep(name: str | None, tmp_path: Path) -> None:
     ids=["states", "norms, masked", "first version", "first version, masked"],
 )
 def test_drafts_of_a_head_are_those_of_a_plain_one(
-    method: str, changes: dict[str, Any], more: dict[str, Any], tmp_path: Path
+    method: str, changes: dict[str, Any], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a prompt in chunks, and behind decodes: states of the target's layers, tokens shifted by one, d2t.
 
-    Rows with a grammar are sampled behind the step, and have passes of their own.
+    Rows with a grammar are sampled behind the step, and have passes of their own. A second sequence copies the end of
+    the prompt, with the keys of the head.
     """
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
     torch.manual_seed(3)
     length, said = (57, 9) if method == "eagle3" and not changes else (43, 3)
     target = tmp_path / "target"
@@ -590,20 +613,21 @@ def test_drafts_of_a_head_are_those_of_a_plain_one(
     engine = start_engine(target, (3,), speculative_config=speculation)
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
     params = SamplingParams(temperature=0.0, max_tokens=said + 9, ignore_eos=True, **more)
-    output = session.add(prompt(1, length), params)
+    output, other = (session.add(prompt(1, length), params) for _ in range(2))
     # A step behind the last token of a request would write no keys.
     while len(output.outputs[0].token_ids) < said:
         session.step()
-    check(reference, output)
+    assert (output.num_cached_tokens, other.num_cached_tokens) == (0, length - 1)
     inputs: Any = engine.core.runner._inputs
-    slot = 0
-    known = inputs.history[slot, : int(inputs.state.num_computed[slot]) + 1].tolist()
-    text = output.prompt_token_ids + output.outputs[0].token_ids
-    assert known[: len(text)] == text
-    drafts = inputs.state.drafts[slot].tolist()
-    chain = eagle_heads.plain_chain(reference, config, tensors, known, drafts)
-    for draft, scores in zip(drafts, chain.logits, strict=True):
-        # Half precision may change places of two that are almost equal.
-        assert scores[draft] >= scores.max() - NEAR
-    last = engine.core.runner._program.passes._features_RE[slot].float()
-    assert (last - chain.feature).norm() < NEAR * chain.feature.norm()
+    for slot, one in enumerate((output, other)):
+        check(reference, one)
+        known = inputs.history[slot, : int(inputs.state.num_computed[slot]) + 1].tolist()
+        text = one.prompt_token_ids + one.outputs[0].token_ids
+        assert known[: len(text)] == text
+        drafts = inputs.state.drafts[slot].tolist()
+        chain = eagle_heads.plain_chain(reference, config, tensors, known, drafts)
+        for draft, scores in zip(drafts, chain.logits, strict=True):
+            # Half precision may change places of two that are almost equal.
+            assert scores[draft] >= scores.max() - NEAR
+        last = engine.core.runner._program.passes._features_RE[slot].float()
+        assert (last - chain.feature).norm() < NEAR * chain.feature.norm()

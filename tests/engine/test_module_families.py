@@ -204,6 +204,16 @@ def test_refused_settings(settings: dict[str, Any], works: str, tmp_path: Path) 
         make_plan(config, read_configured_model(config, config_only=False), known_device("h200"))
 
 
+def test_a_module_is_no_draft_model(tmp_path: Path) -> None:
+    """Its weights may have names and sizes of a family that runs here."""
+    target = read_model_spec("demo")
+    make_module_checkpoint("olmo", tmp_path, vocab_size=target.vocab_size)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    config = EngineConfig(model="demo", max_model_len=128, speculative_config=speculation)
+    with pytest.raises(ConfigError, match="speculative_config.*is of OlmoForCausalLM; .* needs no module"):
+        make_plan(config, target, known_device("h200"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -430,6 +430,7 @@ def test_memory_of_a_draft_model_is_planned(tmp_path: Path) -> None:
         ("llama_bias", {"max_position_embeddings": 64}, {}, "context of 64 tokens .* max_model_len=64 works"),
         ("llama_bias", {"head_dim": 64}, {"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths"),
         ("qwen2_window", {"sliding_window": 20}, {}, "layers of one kind of attention, without a window"),
+        ("lfm2", {}, {}, "is of Lfm2ForCausalLM; a model that generates, has no states"),
     ],
 )
 def test_draft_models_that_cannot_run(

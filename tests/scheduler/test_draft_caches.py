@@ -123,6 +123,20 @@ def test_what_a_rest_leaves_out_is_not_shared() -> None:
     assert (of_prompt.whole_drafts, of_both.whole_drafts, late.whole_drafts) == (True, False, True)
 
 
+def test_a_tail_without_keys_of_the_draft_model_is_not_copied_for_drafts() -> None:
+    """A prompt in no full block, whose first request has no drafts."""
+    engine, prompt = Engine(lambda _: 1.0), [*range(100, 104)]
+    plain = engine.add(prompt=prompt, speculate=False)
+    engine.step()
+    another, whole = engine.add(prompt=prompt, speculate=False), engine.add(prompt=prompt)
+    batch = engine.step()
+    assert (batch.query_lens[1:], len(batch.copies)) == ([1, 4], 1)
+    assert [one.whole_drafts for one in (plain, another, whole)] == [False, False, True]
+    # The request that computed the end has it for others.
+    late = engine.add(prompt=prompt)
+    assert engine.step().copies and late.whole_drafts
+
+
 def test_blocks_with_new_contents_are_whole() -> None:
     """All blocks were filled without drafts, and are taken anew."""
     engine = Engine(lambda _: 0.0, num_blocks=20, max_model_len=64)

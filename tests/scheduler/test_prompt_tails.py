@@ -37,9 +37,13 @@ def make(**changes: Any) -> Scheduler:
     return make_scheduler(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **changes})
 
 
-@pytest.mark.parametrize("groups", [[full_group()], [sliding_group(9), full_group(), sliding_group(2)]])
-def test_samples_copy_the_tail_of_the_first(groups: Any) -> None:
-    scheduler = make(groups=groups)
+@pytest.mark.parametrize(
+    ("groups", "ahead"),
+    [([full_group()], 0), ([full_group()], 3), ([sliding_group(9), full_group(), sliding_group(2)], 0)],
+)
+def test_samples_copy_the_tail_of_the_first(groups: Any, ahead: int) -> None:
+    """With blocks for keys that a draft model writes behind the step, or without."""
+    scheduler = make(groups=groups, lookahead_tokens=ahead)
     requests = samples(5)
     add(scheduler, *requests)
     first = step(scheduler)
@@ -110,12 +114,11 @@ def test_the_others_go_on_at_once(ends: Callable[[Scheduler, Request], None], le
     [
         ({"enable_prefix_caching": False}, {}, None),
         ({"groups": [full_group(4), full_group(8)]}, {}, None),
-        ({"lookahead_tokens": 2}, {}, None),
         ({}, {"prompt_logprobs": 0}, None),
         ({}, {"max_tokens": 1}, None),
         ({}, {}, "another"),
     ],
-    ids=["no prefix cache", "blocks of two sizes", "a draft model", "prompt logprobs", "one token", "another salt"],
+    ids=["no prefix cache", "blocks of two sizes", "prompt logprobs", "one token", "another salt"],
 )
 def test_what_is_not_copied_does_not_wait(settings: dict[str, Any], params: dict[str, Any], salt: str | None) -> None:
     scheduler = make(**settings)

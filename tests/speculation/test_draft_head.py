@@ -29,6 +29,7 @@ from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
 from phonograph.models.spec import read_model_spec
 from phonograph.sampling.sampler import Sampler
+from phonograph.scheduling import prompt_tails
 from phonograph.structured.compiler import GrammarCompiler
 
 K = 3
@@ -108,12 +109,15 @@ def test_graphs_are_eager_steps(drafting: LLM) -> None:
     ids=["states", "norms", "norms of states", "first version"],
 )
 def test_drafts_are_those_of_a_plain_head(
-    method: str, changes: dict[str, Any], params: dict[str, Any], tmp_path: Path
+    method: str, changes: dict[str, Any], params: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After prompts in chunks, after decodes, in slots whose requests were aborted, and after prefixes that were found.
 
+    The last two prompts of all copy the end of an equal one.
+
     The interpreter's drafts are compared with the same chain (tests/engine/test_gpu_path.py).
     """
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
     torch.manual_seed(3)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
     reference = make_checkpoint("llama_bias", tmp_path / "target", **sizes, num_key_value_heads=2)
@@ -146,7 +150,7 @@ def test_drafts_are_those_of_a_plain_head(
         said = sampling._draft_runner._head._said_RE[slot]
         assert (said - chain.feature).norm() < 1e-3 * chain.feature.norm()
 
-    for order in ((1, 2, 3), (3, 1, 2)):
+    for order in ((1, 2, 3), (3, 1, 2), (1, 1, 1)):
         outputs = [session.add(prompts[first], wanted) for first in order]
         while not all(output.outputs[0].token_ids for output in outputs):
             session.step()
@@ -156,4 +160,5 @@ def test_drafts_are_those_of_a_plain_head(
                 check(slot)
         for output in outputs:
             session.abort(output)
+    assert [output.num_cached_tokens for output in outputs] == [48, 57, 57]
     assert core.scheduler.stats.prefix_hits

@@ -18,8 +18,10 @@ from drafted_requests import (
     texts,
 )
 
+from phonograph.core.batch import ScheduledBatch
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
+from phonograph.scheduling import prompt_tails
 
 K = 3
 SELF = {"method": "draft_model", "model": str(shallow_demo()), "num_speculative_tokens": K, "adaptive_depth": False}
@@ -70,6 +72,25 @@ def test_another_model_with_few_blocks(mode: str, plain: PlainDecoding, tmp_path
     assert wrong.num_preemptions and right.prefix_hits
     assert wrong.drafts.accepted < 0.2 * wrong.drafts.verified
     assert right.drafts.accepted == right.drafts.verified > 100
+
+
+def test_equal_prompts_copy_the_keys_of_the_draft_model(plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a prompt that is in no full block: two blocks of 16 tokens, 12 tokens and the last one."""
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
+    llm = make_llm(speculative_config=SELF)
+    runner: Any = llm.engine.core.runner
+    for cache in runner._sampling._draft_runner.runner._program.attention._kv_caches:
+        cache.normal_(std=8)
+    batches: list[ScheduledBatch] = []
+    submit = runner.submit
+    monkeypatch.setattr(runner, "submit", lambda batch: (batches.append(batch), submit(batch))[1])
+    params = SamplingParams(**(UNFINISHED | {"temperature": 0.0}))
+    prompts = [[7 + token * token % 90 for token in range(45)]] * 4
+    assert texts(llm.generate(prompts, params)) == texts(plain.generate(prompts, params))
+    assert [lens for one in batches if (lens := one.query_lens[one.num_decodes :])] == [[45], [1, 1, 1]]
+    assert sum(len(one.copies) for one in batches) == 3
+    counts = llm.engine.core.scheduler.stats.drafts
+    assert counts.accepted == counts.verified > 50
 
 
 def test_drafts_end_with_the_context(drafting: LLM, plain: PlainDecoding) -> None:

@@ -30,6 +30,7 @@ class StepAttention:
         slot_mappings: int64 [T] of each group, static: cache slot of each token of the step.
         runtime: calls attention between the pieces of graphs.
         groups: KV group of each of `layers`; None if there is one.
+        draft_caches: keys and values of a draft model in the same pages.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class StepAttention:
         slot_mappings: Sequence[torch.Tensor],
         runtime: GraphRuntime,
         groups: Sequence[int] | None = None,
+        draft_caches: Sequence[torch.Tensor] = (),
     ) -> None:
         self.metadata: Sequence[AttentionMetadata] | None = None
         self.pieces = False
@@ -49,15 +51,18 @@ class StepAttention:
         self._places = {layer.index: place for place, layer in enumerate(layers)}
         self._backends = backends
         self._planning = list(dict.fromkeys(plan_sources(backends)))
-        self._kv_caches = kv_caches
+        self._kv_caches, self._draft_caches = kv_caches, draft_caches
         self._slot_mappings = slot_mappings
         self._runtime = runtime
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy pages, from and to, in all layers, before the step runs; no page is in both places."""
+        """Copy pages, from and to, in all layers, before the step runs; no page is in both places.
+
+        Those of a draft model are copied too, whose passes come after the step.
+        """
         device = self._kv_caches[0].device
         # Layers of several groups view the same tensors.
-        tensors = {cache.data_ptr(): cache for cache in self._kv_caches}.values()
+        tensors = {cache.data_ptr(): cache for cache in (*self._kv_caches, *self._draft_caches)}.values()
         for first in range(0, len(copies), _COPIED):
             pairs = torch.tensor(copies[first : first + _COPIED], pin_memory=device.type == "cuda")
             sources, targets = pairs.to(device, non_blocking=True).T

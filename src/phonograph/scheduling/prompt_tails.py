@@ -82,9 +82,12 @@ class PromptTails:
         if size is None or not self._held or num_cached != (request.num_tokens - 1) // size * size:
             return []
         name = self._tables[request.request_id].tail_name(request.num_tokens - 1)
-        if name is None or name not in self._held:
+        if name is None or (source := self._held.get(name)) is None:
             return []
-        found = [one.block_ids[num_cached // size] for one in self._tables[self._held[name].request_id].groups]
+        # A draft model may lack keys of the other sequence, and drafts gain more than the copy.
+        if request.whole_drafts and not source.whole_drafts:
+            return []
+        found = [one.block_ids[num_cached // size] for one in self._tables[source.request_id].groups]
         # The window of the other sequence may have passed.
         return [] if FREED in found else found
 

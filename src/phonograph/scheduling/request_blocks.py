@@ -78,13 +78,12 @@ class RequestBlocks:
             events=events,
         )
         self.tables: dict[str, SequenceTable] = {}
-        copies_tails = enable_prefix_caching and self._draft_caches is None and not limits.lookahead_tokens
         # The state at the end of a prompt is not kept, only that at its last block.
-        copies_tails = copies_tails and checkpoints is None
+        copies_tails = enable_prefix_caching and checkpoints is None
         sizes = {group.block_size for group in groups}
         # The end of a prompt is in no block of an encoder.
         copies_tails = copies_tails and not any(group.encoder_len for group in groups)
-        # A draft model has pages of its own, and blocks of one size end together.
+        # Blocks of one size end together.
         self.tails = PromptTails(self.tables, min(sizes) if copies_tails and len(sizes) == 1 else None)
         self._sources: list[int] = []
         self._copies: list[tuple[int, int]] = []

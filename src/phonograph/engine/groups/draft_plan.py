@@ -23,6 +23,7 @@ from phonograph.models.heads.eagle import DraftSpec, read_eagle
 from phonograph.models.heads.eagle_config import method_of
 from phonograph.models.heads.shared_weights import num_copied
 from phonograph.models.layers.workspace import Workspace
+from phonograph.models.modules.module_spec import ModuleSpec
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec, read_model_spec
 from phonograph.models.weights.loading import weight_files
 
@@ -155,7 +156,8 @@ def plan_draft(
         device: the device.
 
     Raises:
-        ConfigError: one of the models has windows that the context exceeds, the draft model has a shorter context.
+        ConfigError: one of the models has windows that the context exceeds, the draft model has a shorter context, or
+            it has states, an encoder or a pooler, or is a module of transformers.
         BackendError: no backend serves its attention.
     """
     speculation, model, num_ranks = config.speculation, draft.model, config.tensor_parallel_size
@@ -164,6 +166,11 @@ def plan_draft(
     def refused(problem: str) -> ConfigError:
         return ConfigError("speculative_config.model", speculation.model, problem)
 
+    if isinstance(model, ModuleSpec) or model.states or model.encoder is not None or model.pooler is not None:
+        raise refused(
+            f"is of {model.architecture}; a model that generates, has no states or encoder and needs no module of "
+            "transformers works, and so does method ngram"
+        )
     group, *others = kv.groups
     if others or group.window is not None:
         raise refused("works with a model of one KV group without a window, yet; method ngram works")

@@ -113,8 +113,9 @@ def gather_draft_weights(plan: EnginePlan, parts: ModelParts, ranks: Ranks) -> N
 def make_step_attention(plan: EnginePlan, parts: ModelParts, inputs: Inputs, runtime: GraphRuntime) -> StepAttention:
     """Make the attention that the model calls, over the tables of the inputs."""
     return StepAttention(
-        parts.backends, parts.layers, parts.kv_caches, inputs.slot_mappings, runtime, plan.kv.group_of_layer
-    )
+        parts.backends, parts.layers, parts.kv_caches, inputs.slot_mappings, runtime, plan.kv.group_of_layer,
+        draft_caches=() if parts.draft is None else parts.draft.kv_caches,
+    )  # fmt: skip
 
 
 def make_draft_budget(plan: EnginePlan, *, in_steps: bool = False) -> DraftBudget | None:
