@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,6 +182,22 @@ def test_rows_that_go_over_peer_memory(batch_invariant: bool, tmp_path: Path, me
         assert launches == ([1, 1, 3] if batch_invariant else [1, 1, 0])
         assert all((one == 3).all() for one in sums)
     assert memory.ranks and sorted(*memory.ranks.values()) == [0, 1]
+
+
+def test_an_abort_ends_the_wait_for_parts(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a copy from the host: sums that wait may leave no multiprocessor for a kernel."""
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda place: nullcontext())
+
+    def run(ranks: Any) -> list[int]:
+        limits = [int(ranks._buffers.limit)]
+        limit = SimpleNamespace(copy_=lambda numbers: limits.extend(numbers.tolist()))
+        ranks._buffers = ranks._buffers._replace(limit=limit)
+        ranks.abort()
+        assert ranks._nccl.aborted == 1
+        return limits
+
+    assert peers(tmp_path, run) == [[peer_ranks._LIMIT, 0]] * 2
 
 
 @pytest.mark.parametrize("fault", ["access", "rendezvous", "sum"])
