@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -81,6 +82,20 @@ def test_sums_gathers_and_broadcasts(tmp_path: Path) -> None:
     for x, _, words in found:
         assert (x == 6).all() and words.tolist() == [0, 1, 2, 3]
     assert found[0][1].tolist() == [[0.0] * 4 + [1.0] * 4 + [2.0] * 3] * 2
+
+
+def test_a_second_abort_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for graphs, which are there when a rank is found dead, and are gone when the engine is closed."""
+    graphs_gone, [ranks] = threading.Event(), on_ranks(tmp_path, 1, lambda ranks: ranks)
+    abort = ranks._nccl.abort
+    monkeypatch.setattr(ranks._nccl, "abort", lambda: (graphs_gone.wait(10), time.sleep(0.2), abort()))
+    monkeypatch.setattr(nccl_ranks, "_ABORT_SECONDS", 0.05)
+    ranks.abort()
+    assert ranks._nccl.aborted == 0
+    monkeypatch.setattr(nccl_ranks, "_ABORT_SECONDS", 5)
+    graphs_gone.set()
+    ranks.abort()
+    assert ranks._nccl.aborted == 1
 
 
 def test_nothing_runs_while_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
