@@ -27,6 +27,9 @@ _ABORT_SECONDS = 2.0
 _STORE_SECONDS = 1.0
 """Longest search of a thread of torch for the file of the folder, when ranks are connected and may remove it."""
 
+_WARM_UP_SIZES = 1 << 22, 1 << 18, 1 << 14, 1 << 8
+"""Numbers of sums, for each of which NCCL may choose another algorithm."""
+
 c10d: Any = _distributed_c10d
 """torch's operations over processes, of which `torch.distributed` has a part."""
 
@@ -66,7 +69,12 @@ class NcclRanks(GlooRanks):
             raise RankError(f"rank {rank} cannot reach the others by NCCL: {str(error).splitlines()[0]}") from error
 
     def _warm_up(self) -> None:
-        """Run each operation once, because NCCL connects the GPUs at the first one, which a capture must not hold."""
+        """Run each operation, because NCCL connects the GPUs at the first one, which a capture must not hold.
+
+        It does so for each algorithm.
+        """
+        for size in _WARM_UP_SIZES:
+            self.sum(torch.zeros(size, device=self.device))
         numbers = torch.ones(self.size, 1, device=self.device)
         self.sum(numbers)
         self.gather(numbers, torch.empty(self.size, self.size, device=self.device))
