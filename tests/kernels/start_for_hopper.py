@@ -1,8 +1,8 @@
 """Starts runners of an H200 without a GPU, one after another, and prints which kernels they launch as a list in JSON.
 
-    python tests/kernels/start_for_hopper.py CONFIG_FOLDER SPECULATION ...
+    python tests/kernels/start_for_hopper.py CONFIG_FOLDER SETTINGS ...
 
-SPECULATION is a `speculative_config` as JSON, or null.
+SETTINGS are engine settings as a JSON object. Of several ranks the first is started.
 
 Everything is as in a start but that tensors have no memory, no kernel is compiled or launched, and nothing is captured:
 what is recorded is the name under which Triton would file each kernel. A program of its own, since it tells torch and
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 import triton
 from far_gpu import FarGpu
+from far_ranks import FarRanks, pretend_ranks
 from triton.runtime.jit import JITFunction
 
 from phonograph.attention.triton import backend as triton_backend
@@ -104,17 +105,16 @@ def record(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> N
     kernels.add((self.__name__, filed_under(self, args, keywords)))
 
 
-def make_hopper_runner(folder: str, speculation: dict[str, Any] | None) -> Runner:
-    config = EngineConfig(
-        model=folder, load_format="dummy", dtype="bfloat16", device="cuda", speculative_config=speculation
-    )
-    spec = read_model_spec(folder, trust_remote_code=False, revision=None)
-    plan = make_plan(config, spec, H200)
+def make_hopper_runner(folder: str, settings: dict[str, Any]) -> Runner:
+    config = EngineConfig(model=folder, load_format="dummy", dtype="bfloat16", device="cuda", **settings)
+    plan = make_plan(config, read_model_spec(folder, trust_remote_code=False, revision=None), H200)
     meta = torch.device("meta")
     make_runtime: Any = DryRuntime
     draft = None if plan.draft is None else Transformer(plan.draft.model, torch.bfloat16, meta)
-    parts = make_model_parts(plan, make_backends_of(plan, meta), Transformer(spec, torch.bfloat16, meta), draft)
-    return make_runner(plan, parts, CudaPlatform(meta, make_runtime=make_runtime))
+    ranks = None if config.tensor_parallel_size == 1 else FarRanks(plan, 0)
+    model = Transformer(plan.model, torch.bfloat16, meta)
+    parts = make_model_parts(plan, make_backends_of(plan, meta, ranks), model, draft)
+    return make_runner(plan, parts, CudaPlatform(meta, make_runtime=make_runtime, ranks=ranks))
 
 
 def launched(run: Callable[[], None]) -> set[tuple[str, str]]:
@@ -123,8 +123,8 @@ def launched(run: Callable[[], None]) -> set[tuple[str, str]]:
     return set(kernels)
 
 
-def report(folder: str, speculation: dict[str, Any] | None) -> dict[str, Any]:
-    runner = make_hopper_runner(folder, speculation)
+def report(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    runner, speculation = make_hopper_runner(folder, settings), settings.get("speculative_config")
     keys = runner.dispatcher.captures.largest_first()
     few = launched(runner.launch_kernels)
     runner._program.few_layers = nullcontext
@@ -158,6 +158,7 @@ def report(folder: str, speculation: dict[str, Any] | None) -> dict[str, Any]:
 
 def main() -> None:
     pretend_gpu()
+    pretend_ranks()
     JITFunction.run = record
     arguments = sys.argv[1:]
     print(

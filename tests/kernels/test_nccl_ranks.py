@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +82,20 @@ def test_sums_gathers_and_broadcasts(tmp_path: Path) -> None:
     for x, _, words in found:
         assert (x == 6).all() and words.tolist() == [0, 1, 2, 3]
     assert found[0][1].tolist() == [[0.0] * 4 + [1.0] * 4 + [2.0] * 3] * 2
+
+
+def test_a_second_abort_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for graphs, which are there when a rank is found dead, and are gone when the engine is closed."""
+    graphs_gone, [ranks] = threading.Event(), on_ranks(tmp_path, 1, lambda ranks: ranks)
+    abort = ranks._nccl.abort
+    monkeypatch.setattr(ranks._nccl, "abort", lambda: (graphs_gone.wait(10), time.sleep(0.2), abort()))
+    monkeypatch.setattr(nccl_ranks, "_ABORT_SECONDS", 0.05)
+    ranks.abort()
+    assert ranks._nccl.aborted == 0
+    monkeypatch.setattr(nccl_ranks, "_ABORT_SECONDS", 5)
+    graphs_gone.set()
+    ranks.abort()
+    assert ranks._nccl.aborted == 1
 
 
 def test_nothing_runs_while_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +197,22 @@ def test_rows_that_go_over_peer_memory(batch_invariant: bool, tmp_path: Path, me
         assert launches == ([1, 1, 3] if batch_invariant else [1, 1, 0])
         assert all((one == 3).all() for one in sums)
     assert memory.ranks and sorted(*memory.ranks.values()) == [0, 1]
+
+
+def test_an_abort_ends_the_wait_for_parts(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a copy from the host: sums that wait may leave no multiprocessor for a kernel."""
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda place: nullcontext())
+
+    def run(ranks: Any) -> list[int]:
+        limits = [int(ranks._buffers.limit)]
+        limit = SimpleNamespace(copy_=lambda numbers: limits.extend(numbers.tolist()))
+        ranks._buffers = ranks._buffers._replace(limit=limit)
+        ranks.abort()
+        assert ranks._nccl.aborted == 1
+        return limits
+
+    assert peers(tmp_path, run) == [[peer_ranks._LIMIT, 0]] * 2
 
 
 @pytest.mark.parametrize("fault", ["access", "rendezvous", "sum"])

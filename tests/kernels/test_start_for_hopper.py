@@ -49,7 +49,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Kernels that each model launches, and Llama with each drafter; one process starts all of them."""
+    """Kernels that each model launches, and Llama with each drafter and on two ranks; one process starts them."""
     folder, words = tmp_path_factory.mktemp("starts"), []
 
     def write(name: str, config: dict[str, Any]) -> str:
@@ -58,15 +58,18 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         return str(folder / name)
 
     for name, config in MODELS.items():
-        words += [write(name, config), "null"]
+        words += [write(name, config), "{}"]
     target = write("target", {**LLAMA, "num_hidden_layers": 3, "max_position_embeddings": 32768})
     for name in ("ngram", *DRAFTERS):
         speculation = {"method": name.split()[0], "num_speculative_tokens": 4}
         if name in DRAFTERS:
             speculation["model"] = write(name, DRAFTERS[name])
-        words += [target, json.dumps(speculation)]
+        words += [target, json.dumps({"speculative_config": speculation})]
+    one_head = write("one head", {**LLAMA, "num_key_value_heads": 1})
+    for divided in (1, 2):
+        words += [one_head, json.dumps({"tensor_parallel_size": 2, "decode_context_parallel_size": divided})]
     found = report_of(Path(__file__).with_name("start_for_hopper.py"), *words, TRITON_INTERPRET="0")
-    return dict(zip((*MODELS, "ngram", *DRAFTERS), found, strict=True))
+    return dict(zip((*MODELS, "ngram", *DRAFTERS, "ranks", "divided"), found, strict=True))
 
 
 def test_all_kernels_are_compiled_before_the_captures(reports: dict[str, dict[str, Any]]) -> None:
@@ -103,3 +106,14 @@ def test_so_are_those_of_speculation(reports: dict[str, dict[str, Any]]) -> None
         assert few == every and captured <= few and eager <= few, name
         assert {"_accept_kernel", *launched} <= {kernel.split()[0] for kernel in few}, name
         assert found["graphs"] > 150, name
+
+
+def test_so_are_those_of_ranks(reports: dict[str, dict[str, Any]]) -> None:
+    """Sums over peer memory with and without a norm; with one KV head also parts of attention and their merge."""
+    kernels = {"ranks": {"_sum_rows_kernel"}, "divided": {"_sum_rows_kernel", "_pack_kernel", "_merge_kernel"}}
+    for name, launched in kernels.items():
+        found = reports[name]
+        few, every, captured, eager = (set(found[kind]) for kind in ("few", "every", "captured", "eager"))
+        assert few == every and captured <= few and eager <= few, name
+        assert launched <= {kernel.split()[0] for kernel in few}, name
+        assert found["graphs"] > 100, name

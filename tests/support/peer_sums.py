@@ -27,7 +27,8 @@ def _run_rank(rank: int, folder: str) -> None:
     assert not ranks.sums_by_nccl, ranks.notes
     order, generator = random.Random(0), torch.Generator(device).manual_seed(rank)
     weight, stream = torch.rand(WIDTH, device=device).bfloat16(), torch.cuda.Stream()
-    graphs: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    torch.cuda.synchronize()
+    graphs: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
     with torch.inference_mode(), torch.cuda.stream(stream):
         for _ in range(GRAPHS):
             part = torch.zeros(order.randint(1, MAX_ROWS), WIDTH, dtype=torch.bfloat16, device=device)
@@ -50,12 +51,15 @@ def _run_rank(rank: int, folder: str) -> None:
             graph.capture_begin(capture_error_mode="thread_local")
             run()
             graph.capture_end()
-            graphs.append((graph, part, plain, hidden))
+            graphs.append((graph, part, plain, hidden, normed))
         for _ in range(REPLAYS * GRAPHS):
-            graph, part, plain, hidden = order.choice(graphs)
+            graph, part, plain, hidden, normed = order.choice(graphs)
             part.normal_(generator=generator)
             graph.replay()
             whole = part.float()
             NcclRanks.sum(ranks, whole)
             expected = whole.bfloat16()
             assert torch.equal(plain, expected) and torch.equal(hidden, expected)
+            x = expected.double()
+            x *= (x.square().mean(1, keepdim=True) + EPS).rsqrt() * weight.double()
+            torch.testing.assert_close(normed.double(), x, rtol=0.01, atol=1e-3)

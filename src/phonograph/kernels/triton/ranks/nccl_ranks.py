@@ -24,6 +24,11 @@ from phonograph.kernels.triton.launch.precompile import is_compiling
 _SECONDS = 600.0
 """Time after which torch ends the process for an operation that was not captured and did not end."""
 _ABORT_SECONDS = 2.0
+_STORE_SECONDS = 1.0
+"""Longest search of a thread of torch for the file of the folder, when ranks are connected and may remove it."""
+
+_WARM_UP_SIZES = 1 << 22, 1 << 18, 1 << 14, 1 << 8
+"""Numbers of sums, for each of which NCCL may choose another algorithm."""
 
 c10d: Any = _distributed_c10d
 """torch's operations over processes, of which `torch.distributed` has a part."""
@@ -56,13 +61,20 @@ class NcclRanks(GlooRanks):
             if 1 < neighbours < size:
                 near = c10d.PrefixStore(f"near {rank // neighbours}", store)
                 self._near = nccl(near, rank % neighbours, neighbours, options)
-            self._end = weakref.finalize(self, *_aborting(*{id(one): one for one in (self._nccl, self._near)}.values()))
+            end, begin, thread = _aborting(*{id(one): one for one in (self._nccl, self._near)}.values())
+            self._end, self._ending = weakref.finalize(self, end, begin, thread), thread
             self._warm_up()
+            store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         except RuntimeError as error:
             raise RankError(f"rank {rank} cannot reach the others by NCCL: {str(error).splitlines()[0]}") from error
 
     def _warm_up(self) -> None:
-        """Run each operation once, because NCCL connects the GPUs at the first one, which a capture must not hold."""
+        """Run each operation, because NCCL connects the GPUs at the first one, which a capture must not hold.
+
+        It does so for each algorithm.
+        """
+        for size in _WARM_UP_SIZES:
+            self.sum(torch.zeros(size, device=self.device))
         numbers = torch.ones(self.size, 1, device=self.device)
         self.sum(numbers)
         self.gather(numbers, torch.empty(self.size, self.size, device=self.device))
@@ -123,8 +135,14 @@ class NcclRanks(GlooRanks):
         yield
 
     def abort(self) -> None:
-        """End operations that wait for a rank which is not there any more, and the connection."""
-        self._end()
+        """End operations that wait for a rank which is not there any more, and the connection.
+
+        A further call waits too: by then the graphs may be gone.
+        """
+        if self._end.alive:
+            self._end()
+        else:
+            self._ending.join(_ABORT_SECONDS)
 
 
 def _aborting(*groups: Any) -> tuple[Callable[..., None], threading.Event, threading.Thread]:

@@ -114,7 +114,8 @@ class PeerRanks(NcclRanks):
     def abort(self) -> None:
         if self._buffers is not None:
             with torch.cuda.device(self.device), torch.cuda.stream(self._side):
-                self._buffers.limit.zero_()
+                # A copy, because a kernel would wait for multiprocessors, all of which the sums may have.
+                self._buffers.limit.copy_(torch.zeros(1, dtype=torch.int32))
         super().abort()
 
     def _agreed(self, find_problem: Any) -> str | None:
