@@ -168,6 +168,7 @@ def test_prompts_are_scored_eagerly_only_where_a_graph_lacks_their_rows(
     runner: Any = SimpleNamespace(
         dispatcher=Dispatcher(resolution, captures, max_num_tokens=128),
         counts=Counter[str](),
+        _sampling=SimpleNamespace(shared_tiles=0),
         _leaves_rows_out=lambda key: leaves_rows_out,
     )
     lens = [1, num_tokens - 1]

@@ -91,16 +91,6 @@ class Capabilities(ABC):
         """
         return None
 
-    def sharing_graphs(self, spec: AttentionSpec, limits: Limits, device: DeviceSpec) -> int:
-        """Return the sequences from which graphs of their own attend shared prefixes faster; 0 for none.
-
-        Args:
-            spec: attention of the group.
-            limits: limits of the engine.
-            device: device, which need not be in this machine.
-        """
-        return 0
-
     def prefix_sharing(self, spec: AttentionSpec, device: DeviceSpec) -> tuple[bool, str]:
         """Return True if decodes attend a prefix that they share once, and the reason.
 
@@ -109,6 +99,16 @@ class Capabilities(ABC):
             device: device, which need not be in this machine.
         """
         return False, "each decode reads a shared prefix; with attention_backend decode=triton they attend it once"
+
+    def sharing_graphs(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits) -> int:
+        """Return the sequences from which graphs of their own attend shared prefixes faster; 0 for none.
+
+        Args:
+            spec: attention of the group.
+            device: device, which need not be in this machine.
+            limits: limits of the engine.
+        """
+        return 0
 
     def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         """Return the bytes of device memory that the backend takes for any batch within `limits` and these graphs.

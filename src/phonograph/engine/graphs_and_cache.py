@@ -79,7 +79,7 @@ def size_graphs_and_cache(
     ragged = resolution.support.level is GraphSupport.ALWAYS
     ragged = ragged and all(one.takes_ragged_decodes for one in capabilities.values())
 
-    sharing = {one.sharing_graphs(spec, limits, device) for spec, one in capabilities.items()} - {0}
+    sharing = {one.sharing_graphs(spec, device, limits) for spec, one in capabilities.items()} - {0}
 
     def captures_within(limits: Limits, most_step_tokens: int | None = None) -> CaptureList:
         return make_capture_list(

@@ -127,7 +127,7 @@ class TritonCapabilities(DeclaredCapabilities):
             count += 4 * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
         return count
 
-    def sharing_graphs(self, spec: AttentionSpec, limits: Limits, device: DeviceSpec) -> int:
+    def sharing_graphs(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits) -> int:
         tokens = max(shared_tokens(spec, limits, window, device.capability) for window in spec.windows)
         return PREFIX_TILES_FROM if tokens and has_prefix_tiles(spec, limits, device.capability) else 0
 
