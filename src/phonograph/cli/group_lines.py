@@ -17,7 +17,7 @@ from phonograph.engine.groups.group_facts import group_facts
 from phonograph.engine.groups.kv_groups import KVGroups, group_name, keys_name
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import counted
-from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY, PREFIX_TILES_WORK
+from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
 from phonograph.models.spec import ModelSpec
 
 
@@ -99,9 +99,9 @@ def runs_of(
             yield group_names(plan.kv, groups), runs, count_units(spec, runs, batch.query_lens)
 
 
-def shares_much(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> bool:
-    """Return True if an engine that has run this batch takes graphs for shared prefixes, where there are any."""
-    return next((tiles for _, _, (_, _, tiles) in runs_of(plan, batch, shared)), 0) >= PREFIX_TILES_WORK
+def shared_tiles(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> int:
+    """Return the tiles of keys of shared prefixes by which an engine that has run this batch chooses its next graph."""
+    return next((tiles for _, _, (_, _, tiles) in runs_of(plan, batch, shared)), 0)
 
 
 def sharing_lines(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> list[str]:

@@ -153,10 +153,10 @@ def make_capture_list(
                 GraphKey(GraphSet.DECODE, *shape, query_len, num_logits=shape[0], makes_drafts=draft_passes)
                 for shape in shapes
             ]
-            drafted = max((key.num_tokens for key in drafting), default=0)
-            if drafted < min(max_num_seqs * query_len, max(sizes or (max_num_seqs * query_len,))):
+            largest = max((key.num_tokens for key in drafting), default=0)
+            if largest < min(max_num_seqs * query_len, max(sizes or (max_num_seqs * query_len,))):
                 notes.append(
-                    f"no graph of decodes with drafts of more than {drafted} tokens: a step has at most {most} of them"
+                    f"no graph of decodes with drafts of more than {largest} tokens: a step has at most {most} of them"
                 )
     other: list[int] = []
     if mode.mixed_full or mode.piecewise:
@@ -170,11 +170,11 @@ def make_capture_list(
             notes.append(f"no mixed graph of {_join(left_out)} tokens: a step has at most {why}")
     mixed = tuple(GraphKey(GraphSet.MIXED, size, max_num_seqs) for size in other) if mode.mixed_full else ()
     pieces = tuple(GraphKey(GraphSet.PIECEWISE, size, max_num_seqs) for size in other) if mode.piecewise else ()
-    largest = max((key.num_reqs for key in decode), default=0)
+    most_seqs = max((key.num_reqs for key in decode), default=0)
     sharing = [
         replace(key, shares=True)
         for key in decode
-        if key.num_reqs == largest or (key.num_reqs >= sharing_from and key.num_reqs % _SHARING_STEP == 0)
+        if 0 < sharing_from <= key.num_reqs and (key.num_reqs == most_seqs or key.num_reqs % _SHARING_STEP == 0)
     ]
     wide: list[GraphKey] = []
     for narrow in mixed + pieces if speculative_tokens else ():
@@ -183,7 +183,7 @@ def make_capture_list(
         wide += [key] if key.logits > narrow.logits else []
     return CaptureList(
         decode=decode,
-        sharing=tuple(sharing if 0 < sharing_from <= largest else ()),
+        sharing=tuple(sharing),
         drafting=tuple(drafting),
         mixed=mixed,
         piecewise=pieces,

@@ -22,8 +22,8 @@ results. On an H200 sharing lost below 10 (2,688 tiles of 264 programs) and won 
 PREFIX_TILES_FROM = 64
 """Sequences from which there are graphs of decodes with shared prefixes in tiles of 128 rows, in their own launch."""
 PREFIX_TILES_WORK = 4096
-"""Tiles of keys of shared prefixes, in a layer, from which such a graph is faster than one without that launch. On an
-H200 it lost with 2,048 (6 and 3% of a step) and won with 8,192 (8%)."""
+"""Tiles of keys of shared prefixes, in a layer, from which a graph with that launch is faster than one without it. On
+an H200 it lost with 2,048 (6 and 3% of a step) and won with 8,192 (8%)."""
 _PARTIALS_PER_PROGRAM = 3
 
 

@@ -255,7 +255,7 @@ class Runner:
         return self._program.model.prompt_logits
 
     def _decide(self, rows: StepRows, scores_prompts: bool) -> Decision:
-        shape = shape_of(rows.batch, shares=self._sampling.shared_tiles >= PREFIX_TILES_WORK)
+        shape = shape_of(rows.batch, self._sampling.shared_tiles)
         decision = self.dispatcher.decide(shape)
         if decision.key is not None and scores_prompts and self._leaves_rows_out(decision.key):
             decision = decision.eagerly(shape.num_tokens, _PROMPT_ROWS)
@@ -314,8 +314,8 @@ def capture_on_ranks(ranks: Ranks, key: GraphKey, capture: Callable[[], Captured
     return graph
 
 
-def shape_of(batch: ScheduledBatch, *, shares: bool = False) -> StepShape:
-    """Return the shape that the dispatcher decides by; see there for `shares`."""
+def shape_of(batch: ScheduledBatch, shared_tiles: int = 0) -> StepShape:
+    """Return the shape that the dispatcher decides by, after a step with `shared_tiles` (`Sampling`)."""
     if batch.num_tokens == batch.num_reqs:
         longest = 1
     else:
@@ -326,7 +326,7 @@ def shape_of(batch: ScheduledBatch, *, shares: bool = False) -> StepShape:
         decode_query_len=longest,
         num_logits=batch.num_logits,
         makes_drafts=batch.makes_drafts,
-        shares=shares and batch.num_reqs >= PREFIX_TILES_FROM,
+        shares=batch.num_reqs >= PREFIX_TILES_FROM and shared_tiles >= PREFIX_TILES_WORK,
     )
 
 

@@ -59,7 +59,7 @@ def explain(
 ) -> None:
     """Print backend, graph mode, graphs, memory and the decision for batches, each with its reason."""
     from phonograph.cli.attention_matrix import make_matrix
-    from phonograph.cli.group_lines import group_names, shares_much
+    from phonograph.cli.group_lines import group_names, shared_tiles
     from phonograph.engine.plan import make_plan, resolve_attention
     from phonograph.engine.startup.configured_model import read_configured_model
     from phonograph.files.catalog import catalog_name
@@ -86,7 +86,7 @@ def explain(
     batches = [read_batch(text, plan.limits) for text in batch or []]
     dispatcher = plan.make_dispatcher()
     decided = [
-        _Decided(one, shared, dispatcher.decide(shape_of(one, shares=shares_much(plan, one, shared))))
+        _Decided(one, shared, dispatcher.decide(shape_of(one, shared_tiles(plan, one, shared))))
         for one, shared in batches
     ]
     if as_json:

@@ -53,7 +53,6 @@ from phonograph.kernels.triton.attention.decode_plan import (
 )
 from phonograph.kernels.triton.attention.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
 from phonograph.kernels.triton.attention.plan_words import load_words
-from phonograph.kernels.triton.attention.prefill import cache_matrix
 from phonograph.kernels.triton.attention.tile import (
     LOG2_E,
     add_sink,
@@ -152,9 +151,7 @@ def decode_attention(
             # Imported here, because other versions of Triton lack parts of Gluon.
             from phonograph.kernels.triton.attention.prefill_hopper import attend_prefixes_on_hopper
 
-            attend_prefixes_on_hopper(
-                plan, items, query_THD, kv_cache, block_table, cache_matrix(kv_cache), scale=scale
-            )
+            attend_prefixes_on_hopper(plan, query_THD, kv_cache, block_table, scale=scale)
             phases, item_row = (_OWN,), items.first_row
     for phase in phases:
         _attention_kernel[(plan.programs,)](

@@ -89,7 +89,7 @@ _WINDOW_TILES = tl.constexpr(1 << 14)
 
 
 class PrefixItems(NamedTuple):
-    """Tiles of shared prefixes for the launch for long queries, as `PrefillPlan` has those of prefills.
+    """Tiles of shared prefixes for the launch for long queries, listed as `PrefillPlan` lists prefills.
 
     header [4]:     number of entries
     entries [N, 8]: as in `PrefillPlan`, but the slot of a tile that is not cut is -1 - level

@@ -36,6 +36,7 @@ from phonograph.kernels.triton.attention.prefill_plan import (
     ENTRY_WORDS,
     MULTIPROCESSORS,
     PrefillPlan,
+    cache_matrix,
     read_entry,
     tile_keys,
 )
@@ -226,14 +227,6 @@ def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[in
     if not tma:
         return _BLOCK_N, 4, 3, 2
     return (_BLOCK_N, 8, 3 if roomy else 2, 1) if few else (_BLOCK_N, 4, 2, 2)
-
-
-def cache_matrix(kv_cache: torch.Tensor) -> tuple[int, int, bool]:
-    """Return a cache's rows and columns for the copy engine, and True if a row is a head of a slot, not a slot."""
-    num_kv_heads, head_size = kv_cache.shape[3:]
-    heads_outside = num_kv_heads > 1 and kv_cache.stride(2) == head_size
-    columns = head_size if heads_outside else num_kv_heads * head_size
-    return 2 * kv_cache.stride(0) // columns, columns, heads_outside
 
 
 def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:

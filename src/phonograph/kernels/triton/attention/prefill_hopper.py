@@ -42,10 +42,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.attention_scratch import DECODE_PROGRAMS, PREFILL_ROWS
-from phonograph.kernels.triton.attention.decode_plan import DecodePlan, PrefixItems
+from phonograph.kernels.triton.attention.decode_plan import DecodePlan
 from phonograph.kernels.triton.attention.prefill_plan import (
     ENTRY_WORDS,
     PrefillPlan,
+    cache_matrix,
     read_entry,
     tile_keys,
 )
@@ -99,11 +100,9 @@ def attend_on_hopper(
 
 def attend_prefixes_on_hopper(
     plan: DecodePlan,
-    items: PrefixItems,
     query_THD: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    matrix: tuple[int, int, bool],
     *,
     scale: float,
 ) -> None:
@@ -111,19 +110,18 @@ def attend_prefixes_on_hopper(
 
     Args:
         plan: with the items of this batch.
-        items: of the plan.
         query_THD: as in `decode.decode_attention`, in 16 bits, with heads of 64 or 128.
         kv_cache: as there, of the same type, in blocks of 64 or a multiple of 128 slots.
         block_table: as there.
-        matrix: `cache_matrix` of the cache.
         scale: factor of the logits.
     """
-    assert plan.prefixes is not None
+    assert plan.prefixes is not None and plan.prefixes.items is not None
+    items = plan.prefixes.items
     work = items.header, items.entries, plan.partial_out, plan.partial_lse
     whole = 4 * plan.programs * plan.partial_out.shape[1]
     rows = PREFILL_ROWS, items.first_row, whole, plan.prefixes.num_tokens
     _launch(work, plan.programs // DECODE_PROGRAMS, plan.group, rows, query_THD, kv_cache, block_table, query_THD, None,
-            matrix, scale, (-1, -1), None)  # fmt: skip
+            cache_matrix(kv_cache), scale, (-1, -1), None)  # fmt: skip
 
 
 def _launch(

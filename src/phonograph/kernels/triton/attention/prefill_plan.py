@@ -94,6 +94,14 @@ class PrefillPlan:
         return self.partial_out.shape[1]
 
 
+def cache_matrix(kv_cache: torch.Tensor) -> tuple[int, int, bool]:
+    """Return a cache's rows and columns for the copy engine, and True if a row is a head of a slot, not a slot."""
+    num_kv_heads, head_size = kv_cache.shape[3:]
+    heads_outside = num_kv_heads > 1 and kv_cache.stride(2) == head_size
+    columns = head_size if heads_outside else num_kv_heads * head_size
+    return 2 * kv_cache.stride(0) // columns, columns, heads_outside
+
+
 def make_prefill_plan(
     *,
     num_query_heads: int,

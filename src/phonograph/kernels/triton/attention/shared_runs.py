@@ -31,15 +31,17 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.attention_scratch import MIN_SHARED as LEAST_SHARED
-from phonograph.kernels.attention_scratch import PREFILL_ROWS
+from phonograph.kernels.attention_scratch import PREFILL_ROWS, SHORTEST_PIECE
 from phonograph.kernels.triton.attention.plan_words import store_words
+from phonograph.kernels.triton.attention.prefill_plan import ENTRY_WORDS, KEY_STEP
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 MIN_SHARED = tl.constexpr(LEAST_SHARED)
 _FAR = tl.constexpr(2147483647)
 _ROWS = tl.constexpr(PREFILL_ROWS)
-# Pieces of keys of a cut tile: their multiple, and least keys; cost of starting and ending one, in keys.
-_STEP, _LEAST_PIECE, _PIECE_COST = tl.constexpr(128), tl.constexpr(512), tl.constexpr(128)
+_LEAST_PIECE = tl.constexpr(SHORTEST_PIECE)
+# Cost of starting and ending a piece of a cut tile, in keys.
+_PIECE_COST = tl.constexpr(128)
 # Items that a program writes at a time.
 _WRITTEN = tl.constexpr(8)
 # Block ids of two sequences that a program compares at a time.
@@ -229,14 +231,14 @@ def store_items(header, items, level1, level2, query_start_loc, GROUP: tl.conste
         end_E = _at(is1_ER, end1_R) + _at(is2_ER, end2_R)
         rows_E = _at(is1_ER, rows1_R) + _at(is2_ER, rows2_R)
         slot_E = _at(is1_ER, slot1_R) + _at(is2_ER, slot2_R) + local_E
-        size_E = tl.cdiv(tl.cdiv(end_E - low_E, pieces_E), _STEP) * _STEP
+        size_E = tl.cdiv(tl.cdiv(end_E - low_E, pieces_E), KEY_STEP) * KEY_STEP
         start_E = tl.minimum(low_E + local_E % pieces_E * size_E, end_E)
         stop_E = tl.minimum(start_E + size_E, end_E)
         slot_E = tl.where(pieces_E > 1, slot_E, -1 - second_E.to(tl.int32))
         exists_E = (item_E < total) & (item_E < CONSTANTS[2])
         start_of_E = tl.load(query_start_loc + seq_E)
         span = seq_E, local_E // pieces_E, start_E, stop_E, slot_E, start_of_E, rows_E // GROUP, end_E
-        store_words(items + item_E * 8, span, exists_E)
+        store_words(items + item_E * ENTRY_WORDS, span, exists_E)
     return tl.where(rows1_R > 0, slot1_R, 0), pieces1_R, tl.where(rows2_R > 0, slot2_R, 0), pieces2_R
 
 
