@@ -79,6 +79,7 @@ class Settings:
     repeats: int
     concurrencies: tuple[int, ...]
     prompts_per_stream: int
+    temperature: float
     streams: int
     stream_lens: tuple[int, int]
     checks: bool
@@ -119,7 +120,7 @@ class Settings:
 
     def jobs(self, side: str) -> list[list[str]]:
         """Return the flags of `bench serve`, a list for each run. A seed is used once: its prompts are then cached."""
-        sharegpt = ["--dataset-name", "sharegpt-like"]
+        sharegpt = ["--dataset-name", "sharegpt-like", "--temperature", str(self.temperature)]
         most = max((*self.concurrencies, self.streams, self.table_prompts))
         jobs = [[*sharegpt, "--num-prompts", str(most), "--label", versus.WARM_UP, "--seed", "0"]]
         for number in range(1, self.repeats + 1):
@@ -347,6 +348,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of the table, and of the streams")
     parser.add_argument("--concurrencies", type=int, nargs="*", default=[32, 64, 128, 256], help="of the sweep")
     parser.add_argument("--prompts-per-stream", type=int, default=6, help="of the sweep")
+    parser.add_argument("--temperature", type=float, default=0, help="of all but the streams at once")
     parser.add_argument("--streams", type=int, default=256, help="at once, beside the engine offline; 0: none")
     parser.add_argument("--stream-lens", type=int, nargs=2, default=[512, 256], help="tokens in and out")
     parser.add_argument("--checks", action="store_true", help="also what faults do to our server")

@@ -154,6 +154,7 @@ def _settings(script: ModuleType, tmp_path: Path, **changes: Any) -> Any:
         "repeats": 3,
         "concurrencies": (32, 256),
         "prompts_per_stream": 6,
+        "temperature": 0,
         "streams": 256,
         "stream_lens": (512, 256),
         "checks": True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -28,13 +28,22 @@ def seconds_of(batch: ScheduledBatch) -> float:
 class Engine:
     """Scheduler and simulated steps, whose drafts are accepted with a probability by request."""
 
-    def __init__(self, accepts: Callable[[Request], float], *, adaptive: bool = True, **sizes: object) -> None:
-        self.budget = DraftBudget([K] * (SLOTS + 1), max_num_seqs=SLOTS, adaptive=adaptive, in_steps=True)
-        for number in (1, SLOTS):  # as an engine times them when it starts
+    def __init__(
+        self,
+        accepts: Callable[[Request], float],
+        *,
+        adaptive: bool = True,
+        slots: int = SLOTS,
+        timed: Sequence[int] = (1, SLOTS),
+        **sizes: object,
+    ) -> None:
+        self.budget = DraftBudget([K] * (slots + 1), max_num_seqs=slots, adaptive=adaptive, in_steps=True)
+        for number in timed:  # when the engine starts
             for drafts, seconds in ((0, PLAIN), (K * number, PLAIN + PASSES + 0.01 * K * number)):
                 self.budget.costs.learn(number, drafts, seconds)
-        drafts = DeviceDrafts(self.budget, max_num_logits=SLOTS * (1 + K), slow_masks=np.zeros(SLOTS), in_steps=True)
-        wanted = {"max_num_seqs": SLOTS, "num_blocks": 400, "max_num_batched_tokens": 64, "max_model_len": 256}
+        drafts = DeviceDrafts(self.budget, max_num_logits=slots * (1 + K), slow_masks=np.zeros(slots), in_steps=True)
+        wanted = {"max_num_seqs": slots, "num_blocks": 400, "max_num_batched_tokens": 64, "max_model_len": 256}
+        self.slots = slots
         self.scheduler: Scheduler = make_scheduler(drafts=drafts, **{**wanted, **sizes})
         self.accepts, self.rng = accepts, random.Random(5)
         self.seconds, self.tokens, self.num_added = 0.0, 0, 0
@@ -74,7 +83,7 @@ class Engine:
         """Keep all slots busy; return tokens a second."""
         seconds, tokens = self.seconds, self.tokens
         for _ in range(steps):
-            while len(self.scheduler._requests) < SLOTS:
+            while len(self.scheduler._requests) < self.slots:
                 self.add()
             self.step()
         return (self.tokens - tokens) / (self.seconds - seconds)
@@ -88,6 +97,14 @@ def test_drafts_in_vain_cost_a_hundredth() -> None:
     tried = sum(batch.makes_drafts for batch in engine.batches[600:])
     assert 0 < tried < 200, "trials go on"
     assert dict(engine.budget.counts.choices)[RESTS] > 2000
+
+
+@pytest.mark.parametrize("slots", [2, 3, 6, 8, 12])
+@pytest.mark.parametrize("probability", [0.05, 0.1, 0.15, 0.2])
+def test_few_right_drafts_of_batches_that_were_not_timed(slots: int, probability: float) -> None:
+    """The engine starts with drafts, so that no plain step of this size is known."""
+    engine = Engine(lambda _: probability, slots=slots, timed=(1, 4, 16))
+    assert engine.run(1500) > 0.97 * slots / PLAIN
 
 
 @pytest.mark.parametrize("probability", [0.7, 1.0])

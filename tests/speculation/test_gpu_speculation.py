@@ -98,7 +98,9 @@ def test_tokens_are_bit_by_bit_those_of_plain_decoding(backend: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
-@pytest.mark.parametrize("speculation", [NGRAM, SUFFIX, MODEL, HEAD], ids=["lookup", "suffix", "model", "head"])
+@pytest.mark.parametrize(
+    "speculation", [{**NGRAM, "adaptive_depth": False}, SUFFIX, MODEL, HEAD], ids=["lookup", "suffix", "model", "head"]
+)
 def test_requests_of_all_kinds_together(speculation: dict[str, Any], mode: str) -> None:
     """Requests with a grammar have masks at each position; a draft model makes their drafts behind the masks."""
     settings = {"batch_invariant": True, "cudagraph_mode": mode}

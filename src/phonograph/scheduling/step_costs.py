@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import exp, log
 
 import numpy as np
@@ -47,7 +48,8 @@ class StepCosts:
 
         Times between two known numbers of drafts lie on the line between them. Steps with more are taken to last as
         long as the largest known one, so that they are tried. An unknown number of requests has the times of the
-        nearest known one. Before a first time is known, all steps take a second.
+        nearest known one. Where no step without drafts is known, it takes the share of one with drafts that it takes
+        for the nearest number of requests that has both. Before a first time is known, all steps take a second.
 
         Args:
             num_reqs: sequences of each step.
@@ -56,11 +58,27 @@ class StepCosts:
         if not self._shapes:
             return np.ones(len(num_drafts))
         size = size_of(num_reqs, 8)
-        means = self._shapes.get(size)
-        if means is None:
-            means = self._shapes[min(self._shapes, key=lambda other: abs(log(other / size)))]
+        if size not in self._shapes:
+            size = self._nearest(size, self._shapes)
+        means = self._shapes[size]
+        if 0 not in means:
+            means = self._with_plain(size, means)
         sizes = sorted(means)
         return exp(self._level) * np.interp(num_drafts, sizes, _never_falling([means[size] for size in sizes]))
+
+    def _with_plain(self, size: int, means: dict[int, tuple[int, float]]) -> dict[int, tuple[int, float]]:
+        """Return the means of a size with one of steps without drafts, unless no size has both."""
+        both = [other for other, known in self._shapes.items() if 0 in known and len(known) > 1]
+        if not both:
+            return means
+        nearest, most = self._nearest(size, both), max(means)
+        known = self._shapes[nearest]
+        sizes = sorted(known)
+        drafting = float(np.interp(most * nearest / size, sizes, [known[one][1] for one in sizes]))
+        return {0: (1, means[most][1] - drafting + known[0][1]), **means}
+
+    def _nearest(self, size: int, others: Iterable[int]) -> int:
+        return min(others, key=lambda other: abs(log(other / size)))
 
 
 def _never_falling(means: list[tuple[int, float]]) -> list[float]:
