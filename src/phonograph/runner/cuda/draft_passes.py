@@ -227,8 +227,10 @@ class DraftPasses:
             attention.pieces = pieces
             attention.schedule()
             ids, positions = rows.input_ids[:count], rows.positions[:count]
-            hidden = self.model.forward(ids, positions, attention, features_TE=features)
             last_rows = None if last_rows_R is None or index else last_rows_R[:num_reqs]
+            kept = last_rows if self.model.leaves_rows_out(count, num_reqs) else None
+            hidden = self.model.forward(ids, positions, attention, kept, features_TE=features)
+            last_rows = last_rows if kept is None else None
             self._sample(self.model.logits(hidden, last_rows), num_reqs)
             if self.model.feature_part is not None:
                 features = self._features_RE[:num_reqs]
