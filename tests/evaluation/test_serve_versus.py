@@ -191,7 +191,9 @@ def test_both_sides_get_the_same(benchmark_script: Load, tmp_path: Path, monkeyp
     assert theirs == jobs[: len(theirs)] and len(theirs) == len(jobs) - 3
     seeds = [job[job.index("--seed") + 1] for job in jobs]
     assert len(set(seeds)) == len(seeds), "a prompt asked for twice is cached"
-    assert " ".join(jobs[1]).startswith("--dataset-name sharegpt-like --temperature 0 --num-prompts 100 --request-rate 50.0")
+    assert " ".join(jobs[1]).startswith(
+        "--dataset-name sharegpt-like --temperature 0 --num-prompts 100 --request-rate 50.0"
+    )
     assert "--num-prompts 1536 --max-concurrency 256" in " ".join(jobs[5])
     asked = "--num-prompts 256 --input-len 512 --output-len 256"
     assert " ".join(jobs[-1]).startswith(asked) and f"--model tiny --json {asked}" in " ".join(settings.offline_command)
