@@ -10,7 +10,7 @@ import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.triton.prefix_runs import count_units, find_runs
-from phonograph.kernels.attention_scratch import DECODE_PROGRAMS, row_tiles
+from phonograph.kernels.attention_scratch import DECODE_PROGRAMS, MERGE_COST, row_tiles
 from phonograph.kernels.triton.attention.decode_plan import PACKED, SHARES, DecodePlan, plan_decode
 
 Entry = tuple[int, int, int, int, int]
@@ -154,7 +154,8 @@ def check_work(tables: Tables, plan: DecodePlan, entries: list[Entry], record: l
             tiles = max(keys - query_len - tables.left, 0) // plan.block_n + first % (1 << 14)
         rows = query_len * plan.group
         units = -(-rows // (small if rows <= small or kind else large)) * plan.num_kv_heads
-        chunks += (-(-(-(-keys // plan.block_n) - tiles) // size) + empty) * units
+        before = empty + MERGE_COST * bool(kind and empty)
+        chunks += (-(-(-(-keys // plan.block_n) - tiles) // size) + before) * units
     assert record[3] // 1024 * plan.programs + record[3] % 1024 == chunks, tables
 
 

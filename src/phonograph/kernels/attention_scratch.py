@@ -12,6 +12,8 @@ DECODE_PROGRAMS = 2
 """Programs of the launch for short queries that a multiprocessor has room for."""
 UNIT_COST = 2
 """Cost of beginning a unit, in tiles of keys (`decode_plan`)."""
+MERGE_COST = 3
+"""Further cost of beginning a unit that takes over the results of shared prefixes, likewise."""
 MIN_SHARED = 256
 """Keys of the shortest prefix that decodes attend once."""
 LONGEST_WINDOW = 1 << 17

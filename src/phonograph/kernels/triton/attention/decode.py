@@ -44,6 +44,7 @@ from phonograph.kernels.triton.attention.decode_plan import (
     SHARES,
     DecodePlan,
     cut_of,
+    empty_of,
     hole_of,
     programs_of,
     read_record,
@@ -366,7 +367,12 @@ def _attend_range(
             query_len, seq_len, first_word, chunk_keys, shape, SHARED
         )
         unit = chunk // num_chunks
-        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
+        unit_empty = empty
+        if shape.SHARED_TOKENS and not SHARED:
+            unit_empty = empty_of(first_word, empty)
+        key_chunk, taken, first, last, first_slot, slot = cut_of(
+            position, chunk, share, program, num_chunks, unit_empty
+        )
         kv_head = unit // num_row_tiles
         row_tile = unit % num_row_tiles
         key = start + key_chunk * chunk_keys
@@ -396,7 +402,7 @@ def _attend_range(
                 _merge_unit(tensors, part_of_unit, shape, first_row, num_rows, MERGE_ROWS, PARTS)
                 tl.store(tensors.counters + first, 0)
 
-        position += taken + empty
+        position += taken
         chunk += taken
         if chunk == num_chunks * num_row_tiles * shape.KV_HEADS:
             chunk = chunk * 0
@@ -406,6 +412,10 @@ def _attend_range(
             query_len = next_len
             seq_len = next_keys
             first_word = next_first
+        if shape.SHARED_TOKENS and not SHARED:
+            position += empty_of(first_word, empty)
+        else:
+            position += empty
 
 
 @triton.jit

@@ -10,7 +10,7 @@ over keys.
 2. All chunks of the batch are laid end to end, and program p of P takes the p-th of P equal ranges. A range holds whole
    units, except for its first and last.
 3. In a batch of many units a chunk is one tile. Between two units a program has no loads in flight, so each unit is
-   charged UNIT_COST empty chunks before its own.
+   charged UNIT_COST empty chunks before its own, and more if it begins with the results of shared prefixes.
 4. In a batch of few units a chunk has the fewest tiles that give every program at most one chunk, and at least two if a
    unit has many: the more programs have keys of a unit, the longer the last of them merges their results.
 5. Where the launch for long queries runs at the same time, it gets multiprocessors by its share of the work, and the
@@ -45,6 +45,7 @@ from triton.language.extra import cuda as tl_cuda
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
     LONGEST_WINDOW,
+    MERGE_COST,
     PREFILL_ROWS,
     SHARING_COST,
     SHORTEST_PIECE,
@@ -77,11 +78,14 @@ _PIECE = tl.constexpr(SHORTEST_PIECE)
 # Cost of beginning a unit, in tiles of keys: the last tiles of the previous unit, then block ids and queries, must have
 # arrived before the first keys are requested.
 UNIT_COST = tl.constexpr(COST_OF_UNIT)
+# Further cost of a unit whose sequence shares prefixes, of which twenty programs may have left results. Sequences that
+# share are neighbours and may have few keys of their own, so that their programs would be the last to end without it.
+_MERGE_COST = tl.constexpr(MERGE_COST)
 # Largest number of tiles of a unit for which a chunk may be one tile. A program merges about that many results at a
 # time, and merging more takes longer than a second tile.
 _MERGED = tl.constexpr(8)
-# More than UNIT_COST and than any kind; divides the keys of any chunk and each first key. A smaller number shares a
-# word with a multiple of this.
+# More than the cost of any unit and than any kind; divides the keys of any chunk and each first key. A smaller number
+# shares a word with a multiple of this.
 PACKED = tl.constexpr(8)
 _SHARING_COST = tl.constexpr(SHARING_COST)
 # Tiles of a window, at most. Two numbers of tiles share a word with a kind.
@@ -374,6 +378,12 @@ def share_of(program, ranges):
 
 
 @triton.jit
+def empty_of(word, empty):
+    """Return the empty chunks before a sequence's units, by its word; `empty` are those of one that shares nothing."""
+    return empty + tl.where((word % PACKED == SHARES) & (empty > 0), _MERGE_COST, 0)
+
+
+@triton.jit
 def cut_of(position, chunk, program_share, program, num_chunks, empty):
     """Return a program's part of the unit at a position.
 
@@ -507,9 +517,10 @@ def _store_records(records, ranges_P, size, index_P, before_P, empty, entry_P, t
     seq_P, begin_P, len_P, keys_P, word_P = entry_P
     _, _, chunks_P, _, _ = sequence_chunks(len_P, keys_P, word_P, size * shape.BLOCK_N, shape, prefix)
     # Chunks of the sequence and of the unit that belong to earlier programs, with empty ones.
-    unit_P = before_P // (chunks_P + empty)
-    chunk_P = before_P % (chunks_P + empty)
-    first_chunk_P = (unit_P * chunks_P + tl.maximum(chunk_P - empty, 0)) * PACKED + tl.maximum(empty - chunk_P, 0)
+    empty_P = empty_of(word_P, empty)
+    unit_P = before_P // (chunks_P + empty_P)
+    chunk_P = before_P % (chunks_P + empty_P)
+    first_chunk_P = (unit_P * chunks_P + tl.maximum(chunk_P - empty_P, 0)) * PACKED + tl.maximum(empty_P - chunk_P, 0)
     chunk_keys_P = size * shape.BLOCK_N + empty + seq_P * 0
     record = index_P, first_chunk_P, chunk_keys_P, ranges_P, seq_P, begin_P, len_P, keys_P, word_P, together_P
     store_words(records, record, exists_P)
@@ -618,7 +629,7 @@ def _plan_kernel(
         if tl.program_id(0) == 0:
             tl.store(multiprocessors, tl.where(divided, used, SMS))
     size, empty = _divide(tiles_R, units_R, tiles_R, units_R * 0, programs)
-    chunks_R = (tl.cdiv(tiles_R, size) + empty) * units_R
+    chunks_R = (tl.cdiv(tiles_R, size) + empty_of(word_R, empty)) * units_R
     first_R = tl.where(served_R, tl.cumsum(chunks_R) - chunks_R, _FAR)
     total = tl.sum(chunks_R)
     if tl.program_id(0) == 0:
