@@ -10,7 +10,7 @@ import torch
 from decode_problem import NAN, Case, Problem
 
 from phonograph.kernels.triton.attention.decode import decode_attention
-from phonograph.kernels.triton.attention.decode_plan import PACKED, UNIT_COST, DecodePlan, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention.decode_plan import COSTS, UNIT_COST, DecodePlan, make_decode_plan, plan_decode
 
 RAGGED = ((1, 300), (1, 1), (1, 17), (1, 129), (0, 0))
 QUERIES = ((1, 200), (1, 3), (3, 150), (16, 16), (9, 260), (17, 40), (2, 2), (0, 0), (0, 0))
@@ -167,8 +167,8 @@ def test_no_program_has_much_more_than_its_share(batch: list[tuple[int, int]], d
     """At most what beginning a second unit costs, or half the share where that is less."""
     plan = decodes_on_132([keys for _, keys in batch], device)
     share, extra = divmod(int(plan.records[0, 3]), 1024)
-    chunk_keys, empty = divmod(int(plan.records[0, 2]), PACKED.value)
-    busiest = (share + (extra > 0)) * chunk_keys * PACKED.value // plan.block_n
+    chunk_keys, empty = divmod(int(plan.records[0, 2]), COSTS.value)
+    busiest = (share + (extra > 0)) * chunk_keys * COSTS.value // plan.block_n
     fair = -(-sum(-(-keys // plan.block_n) + empty for _, keys in batch) * 8 // plan.programs)
     assert busiest <= fair + min(UNIT_COST.value, -(-fair // 2))
 
@@ -190,7 +190,7 @@ def test_ranges_of_short_sequences_have_fewer_keys(device: torch.device) -> None
     tiles = [-(-keys // plan.block_n) for keys in lens for _ in range(8)]
     first_tile = torch.tensor([0, *tiles]).cumsum(0)
     records = plan.records.cpu()
-    chunk, lead = records[:, 1] // PACKED.value, records[:, 1] % PACKED.value
+    chunk, lead = records[:, 1] // COSTS.value, records[:, 1] % COSTS.value
     begins = (first_tile[records[:, 0] * 8] + chunk).tolist()
     assert begins[0] == 0 and sorted(begins) == begins
     share, extra = divmod(int(records[0, 3]), 1024)

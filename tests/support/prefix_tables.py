@@ -10,8 +10,8 @@ import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.triton.prefix_runs import count_units, find_runs
-from phonograph.kernels.attention_scratch import DECODE_PROGRAMS, MERGE_COST, row_tiles
-from phonograph.kernels.triton.attention.decode_plan import PACKED, SHARES, DecodePlan, plan_decode
+from phonograph.kernels.attention_scratch import DECODE_PROGRAMS, UNIT_COST, row_tiles
+from phonograph.kernels.triton.attention.decode_plan import COSTS, PACKED, SHARES, DecodePlan, plan_decode
 
 Entry = tuple[int, int, int, int, int]
 
@@ -145,7 +145,10 @@ def prefixes_in(plan: DecodePlan) -> list[Entry]:
 def check_work(tables: Tables, plan: DecodePlan, entries: list[Entry], record: list[int]) -> None:
     """Compare the chunks of all ranges with the tiles of own keys."""
     small, large = row_tiles(plan.group, plan.partial_out.shape[2], shares=True)
-    size, empty = record[2] // PACKED.value * PACKED.value // plan.block_n, record[2] % PACKED.value
+    size, empty = record[2] // COSTS.value * COSTS.value // plan.block_n, record[2] % COSTS.value
+    prefix_units, _, prefix_tiles = plan.prefixes.units.tolist()
+    take = prefix_units and 2 + min(plan.programs, prefix_tiles // 2) // (3 * prefix_units)
+    assert empty in (0, UNIT_COST + min(take, 13)), tables
     chunks = 0
     for _, _, query_len, keys, word in entries:
         first, kind = word // PACKED.value, word % PACKED.value
@@ -154,7 +157,7 @@ def check_work(tables: Tables, plan: DecodePlan, entries: list[Entry], record: l
             tiles = max(keys - query_len - tables.left, 0) // plan.block_n + first % (1 << 14)
         rows = query_len * plan.group
         units = -(-rows // (small if rows <= small or kind else large)) * plan.num_kv_heads
-        before = empty + MERGE_COST * bool(kind and empty)
+        before = empty if kind else min(empty, UNIT_COST)
         chunks += (-(-(-(-keys // plan.block_n) - tiles) // size) + before) * units
     assert record[3] // 1024 * plan.programs + record[3] % 1024 == chunks, tables
 

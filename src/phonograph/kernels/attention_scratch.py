@@ -12,15 +12,13 @@ DECODE_PROGRAMS = 2
 """Programs of the launch for short queries that a multiprocessor has room for."""
 UNIT_COST = 2
 """Cost of beginning a unit, in tiles of keys (`decode_plan`)."""
-MERGE_COST = 3
-"""Further cost of beginning a unit that takes over the results of shared prefixes, likewise."""
 MIN_SHARED = 256
 """Keys of the shortest prefix that decodes attend once."""
 LONGEST_WINDOW = 1 << 17
 """Keys of the longest window in which decodes share prefixes: its tiles are counted in a part of a word."""
-SHARING_COST = 12
+SHARING_COST = 6
 """Cost of sharing prefixes in a batch, in tiles of keys of each program: these wait for each other, and read partial
-results. On an H200 sharing lost below 10 (2,688 tiles of 264 programs) and won from 13 on."""
+results. On an H200 a launch lost below 4 (2.9% of its time with 1.5) and won from 5 on (2.6% with 6.5)."""
 PREFIX_TILES_FROM = 64
 """Sequences from which there are graphs of decodes with shared prefixes in tiles of 128 rows, in their own launch."""
 PREFIX_TILES_WORK = 4096
