@@ -95,7 +95,7 @@ def soak(arguments: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     arrivals, live, ended = Arrivals(rng, arguments.prefix), list[RequestOutput](), list[RequestOutput]()
     totals = dict.fromkeys(("steps", "shared_units", "copies", "aborted", "resets", "answers", "tokens"), 0)
     problems: list[str] = []
-    worst = 0.0
+    worst = total = 0.0
 
     def count(record: StepRecord) -> None:
         totals["steps"] += 1
@@ -127,7 +127,8 @@ def soak(arguments: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         live = [one for one in live if not one.finished]
         answers = [(one.prompt_token_ids, sample) for one in ended for sample in one.outputs if sample.token_ids]
         if len(answers) >= COMPARED or not live:
-            worst = max(worst, *_differences(judge, answers), 0.0)
+            differences = _differences(judge, answers)
+            worst, total = max(worst, *differences, 0.0), total + sum(differences)
             totals["answers"] += len(answers)
             totals["tokens"] += sum(len(sample.token_ids) for _, sample in answers)
             problems += [str(one.error) for one in ended if one.error is not None]
@@ -146,6 +147,7 @@ def soak(arguments: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         "prefix_hits": stats.prefix_hits,
         "prefix_queries": stats.prefix_queries,
         "largest_difference": worst,
+        "mean_of_answers": total / max(totals["answers"], 1),
         "problems": problems,
     }
 
