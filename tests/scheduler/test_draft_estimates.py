@@ -32,6 +32,15 @@ def test_an_unknown_number_of_requests_has_the_times_of_the_nearest() -> None:
         assert costs.estimate(number, np.zeros(1)) == pytest.approx([seconds]), number
 
 
+def test_without_a_plain_step_it_takes_its_share_at_the_nearest_number_of_requests() -> None:
+    costs = costs_of((4, 0, 1.0), (4, 12, 1.5), (32, 0, 2.0), (32, 96, 5.0), (8, 24, 1.8), (2, 3, 1.0))
+    plain, half, whole = costs.estimate(8, np.array([0, 12, 24]))
+    assert (plain, whole) == pytest.approx((1.2, 1.8)) and plain < half < whole
+    # Three of six drafts cost a part of what all of them do.
+    assert 1 / 1.5 < costs.estimate(2, np.zeros(1))[0] < 1.0
+    assert costs_of((8, 24, 1.8)).estimate(4, np.zeros(1)) == pytest.approx([1.8]), "nothing is known of plain steps"
+
+
 def test_without_times_all_steps_last_alike() -> None:
     assert StepCosts().estimate(4, np.arange(3)).tolist() == [1.0, 1.0, 1.0]
 
