@@ -43,6 +43,7 @@ from phonograph.graphs.verification import verify
 from phonograph.kernels.triton.attention import decode_plan
 from phonograph.kernels.triton.gemm import bound_product, choose
 from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig, ProductPlan, ProductShape, WeightFormat
+from phonograph.kernels.triton.step.step_layout import EARLY_ROW
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.quantization import mxfp4
 from phonograph.models.spec import read_model_spec
@@ -166,6 +167,12 @@ class FailingRuntime(CallRuntime):
             self.refused = True
             raise CaptureError("operation not permitted when stream is capturing")
         return super().capture(function)
+
+
+def reads_of(engine: build.Engine) -> Counter[str]:
+    """Return how often results were read: "early", as the step sent them before the passes, or "read" behind it."""
+    sampling: Any = engine.core.runner._sampling
+    return Counter(line.split()[0] for line in sampling._ring.log)
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -409,7 +416,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path, monkeyp
 
     Drafts cross the borders of blocks, at which the passes write keys behind the blocks of their step. Requests with a
     grammar, which allows all tokens but one, are sampled behind the step, and have passes of their own. Of a prompt the
-    last layer computes only the row whose sample is a draft.
+    last layer computes only the row whose sample is a draft. Steps without masked rows are read early.
     """
     monkeypatch.setattr(triton_parts, "_FEW_TOKENS", 8)
     make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
@@ -431,9 +438,13 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path, monkeyp
             finish(session, *several)
             outputs += several
         found.append([one.outputs[0].token_ids for one in outputs])
+    reads = reads_of(engine)
+    assert reads["early"] > 0 and reads["read"] > 3
     counts = engine.core.scheduler.stats.drafts
     report = verify(engine.make_subject(), num_replays=2, seed=0)
     assert report.ok, report.mismatches
+    inputs: Any = engine.core.runner._inputs
+    assert inputs.staging[EARLY_ROW : EARLY_ROW + 2].tolist() == [0, 0], "a synthetic batch is sent"
     assert found[0] == found[1]
     assert counts.verified > 24 and counts.accepted >= 0.95 * counts.verified
 
@@ -640,5 +651,8 @@ def test_drafts_of_a_head_are_those_of_a_plain_one(
         session.step()
         check_drafts()
     assert (output.num_cached_tokens, other.num_cached_tokens) == (0, length - 1)
+    reads = reads_of(engine)
+    # The first chunk of the prompt samples no row, and so masks none.
+    assert (reads["early"] <= 1 and reads["read"] > 3) if more else (reads["early"] > 3 and not reads["read"])
     for one in (output, other):
         check(reference, one)

@@ -268,6 +268,37 @@ def test_drafts_of_rows_with_a_grammar(
     assert max(runs) > 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the stand-ins of a GPU")
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.NONE])
+def test_steps_are_read_before_their_passes_if_nothing_is_computed_behind_these(
+    mode: GraphMode, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masked rows and log-probabilities are computed behind the passes, and some steps have no passes.
+
+    The stand-in for the ring compares what is read early with the copy behind the step.
+    """
+    engine = make(mode, NGRAM._replace(model="a draft model"), PROPOSERS["some"], in_steps=True)
+    scheduler, seen = engine.core.scheduler, set[tuple[bool, bool, bool]]()
+    update = scheduler.update
+
+    def noted(batch: Any, output: Any) -> Any:
+        several = scheduler._in_flight[0][1]
+        masked = any(one.grammar is not None for one in compress(several, batch.samples))
+        scored = any(one.params.logprobs is not None for one in several)
+        early = batch.makes_drafts and not masked and not scored
+        assert engine.log[-1].split()[0] == ("early" if early else "read")
+        seen.add((batch.makes_drafts, masked, scored))
+        return update(batch, output)
+
+    monkeypatch.setattr(scheduler, "update", noted)
+    several = [ruled("a", 9), free("b"), ruled("c", 4, temperature=1.0), free("d", logprobs=0)]
+    several += [free("e", max_tokens=30), free("f", logprobs=2), *requests(2, speculate=False)]
+    engine.run(*several[:4])
+    engine.run(*several[4:])
+    check_outputs(engine, several)
+    assert seen >= {(True, False, False), (True, True, False), (True, False, True), (True, True, True)}, seen
+
+
 def test_a_grammar_that_does_not_keep_up_has_no_drafts(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_masks, "_SLOW_SECONDS", 0.0)
     engine = make(GraphMode.FULL, NGRAM, PROPOSERS["right"])
