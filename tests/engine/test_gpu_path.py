@@ -169,6 +169,18 @@ class FailingRuntime(CallRuntime):
         return super().capture(function)
 
 
+def log_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the name of each kernel that is launched from now on."""
+    launches, launch = list[str](), GridExecutor.__call__
+
+    def logged(self: Any, *args: Any, **keywords: Any) -> Any:
+        launches.append(self.fn.__name__)
+        return launch(self, *args, **keywords)
+
+    monkeypatch.setattr(GridExecutor, "__call__", logged)
+    return launches
+
+
 def reads_of(engine: build.Engine) -> Counter[str]:
     """Return how often results were read: "early", as the step sent them before the passes, or "read" behind it."""
     sampling: Any = engine.core.runner._sampling
@@ -267,13 +279,7 @@ def test_decodes_of_state_layers(
     # Users cannot have float16, and graphs of decodes are in 16 bits. Of these only bfloat16 has deferred norms.
     monkeypatch.setattr(plan, "check_states", lambda *args: None)
     monkeypatch.setattr(bound_product, "choose", deferring)
-    launches, launch = list[str](), GridExecutor.__call__
-
-    def logged(self: Any, *args: Any, **keywords: Any) -> Any:
-        launches.append(self.fn.__name__)
-        return launch(self, *args, **keywords)
-
-    monkeypatch.setattr(GridExecutor, "__call__", logged)
+    launches = log_launches(monkeypatch)
     monkeypatch.setattr(TritonBackend, "schedule_is_barrier", barrier)
     engine = start_engine(tmp_path, (1, 3))
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
@@ -427,6 +433,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path, monkeyp
         "adaptive_depth": False,
     }
     found: list[list[list[int]]] = []
+    launches = log_launches(monkeypatch)
     for settings in ({}, {"speculative_config": speculation}):
         engine = start_engine(tmp_path, (3,), **settings)
         session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
@@ -440,6 +447,9 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path, monkeyp
         found.append([one.outputs[0].token_ids for one in outputs])
     reads = reads_of(engine)
     assert reads["early"] > 0 and reads["read"] > 3
+    sent = [launches[number : number + 3] for number, name in enumerate(launches) if name == "_accept_kernel"]
+    in_steps = [names for names in sent if "_send_kernel" in names]
+    assert in_steps == [["_accept_kernel", "_send_kernel", "_first_rows_kernel"]] * launches.count("_first_rows_kernel")
     counts = engine.core.scheduler.stats.drafts
     report = verify(engine.make_subject(), num_replays=2, seed=0)
     assert report.ok, report.mismatches
