@@ -63,6 +63,7 @@ KERNEL_PARTS = {
     "_prepare_kernel": "rest",
     "_quantize_rows_kernel": "rest",
     "_rope_kernel": "rest",
+    "_send_kernel": "rest",
     "_accept_kernel": "rest",
     "_activate_kernel": "rest",
     "_activation_kernel": "rest",

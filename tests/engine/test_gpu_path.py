@@ -43,6 +43,7 @@ from phonograph.graphs.verification import verify
 from phonograph.kernels.triton.attention import decode_plan
 from phonograph.kernels.triton.gemm import bound_product, choose
 from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig, ProductPlan, ProductShape, WeightFormat
+from phonograph.kernels.triton.step.step_layout import EARLY_ROW
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.quantization import mxfp4
 from phonograph.models.spec import read_model_spec
@@ -168,6 +169,24 @@ class FailingRuntime(CallRuntime):
         return super().capture(function)
 
 
+def log_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the name of each kernel that is launched from now on."""
+    launches, launch = list[str](), GridExecutor.__call__
+
+    def logged(self: Any, *args: Any, **keywords: Any) -> Any:
+        launches.append(self.fn.__name__)
+        return launch(self, *args, **keywords)
+
+    monkeypatch.setattr(GridExecutor, "__call__", logged)
+    return launches
+
+
+def reads_of(engine: build.Engine) -> Counter[str]:
+    """Return how often results were read: "early", as the step sent them before the passes, or "read" behind it."""
+    sampling: Any = engine.core.runner._sampling
+    return Counter(line.split()[0] for line in sampling._ring.log)
+
+
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
@@ -260,13 +279,7 @@ def test_decodes_of_state_layers(
     # Users cannot have float16, and graphs of decodes are in 16 bits. Of these only bfloat16 has deferred norms.
     monkeypatch.setattr(plan, "check_states", lambda *args: None)
     monkeypatch.setattr(bound_product, "choose", deferring)
-    launches, launch = list[str](), GridExecutor.__call__
-
-    def logged(self: Any, *args: Any, **keywords: Any) -> Any:
-        launches.append(self.fn.__name__)
-        return launch(self, *args, **keywords)
-
-    monkeypatch.setattr(GridExecutor, "__call__", logged)
+    launches = log_launches(monkeypatch)
     monkeypatch.setattr(TritonBackend, "schedule_is_barrier", barrier)
     engine = start_engine(tmp_path, (1, 3))
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
@@ -409,7 +422,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path, monkeyp
 
     Drafts cross the borders of blocks, at which the passes write keys behind the blocks of their step. Requests with a
     grammar, which allows all tokens but one, are sampled behind the step, and have passes of their own. Of a prompt the
-    last layer computes only the row whose sample is a draft.
+    last layer computes only the row whose sample is a draft. Steps without masked rows are read early.
     """
     monkeypatch.setattr(triton_parts, "_FEW_TOKENS", 8)
     make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
@@ -420,6 +433,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path, monkeyp
         "adaptive_depth": False,
     }
     found: list[list[list[int]]] = []
+    launches = log_launches(monkeypatch)
     for settings in ({}, {"speculative_config": speculation}):
         engine = start_engine(tmp_path, (3,), **settings)
         session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
@@ -431,9 +445,16 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path, monkeyp
             finish(session, *several)
             outputs += several
         found.append([one.outputs[0].token_ids for one in outputs])
+    reads = reads_of(engine)
+    assert reads["early"] > 0 and reads["read"] > 3
+    sent = [launches[number : number + 3] for number, name in enumerate(launches) if name == "_accept_kernel"]
+    in_steps = [names for names in sent if "_send_kernel" in names]
+    assert in_steps == [["_accept_kernel", "_send_kernel", "_first_rows_kernel"]] * launches.count("_first_rows_kernel")
     counts = engine.core.scheduler.stats.drafts
     report = verify(engine.make_subject(), num_replays=2, seed=0)
     assert report.ok, report.mismatches
+    inputs: Any = engine.core.runner._inputs
+    assert inputs.staging[EARLY_ROW : EARLY_ROW + 2].tolist() == [0, 0], "a synthetic batch is sent"
     assert found[0] == found[1]
     assert counts.verified > 24 and counts.accepted >= 0.95 * counts.verified
 
@@ -640,5 +661,8 @@ def test_drafts_of_a_head_are_those_of_a_plain_one(
         session.step()
         check_drafts()
     assert (output.num_cached_tokens, other.num_cached_tokens) == (0, length - 1)
+    reads = reads_of(engine)
+    # The first chunk of the prompt samples no row, and so masks none.
+    assert (reads["early"] <= 1 and reads["read"] > 3) if more else (reads["early"] > 3 and not reads["read"])
     for one in (output, other):
         check(reference, one)

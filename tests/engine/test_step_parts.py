@@ -143,7 +143,8 @@ def test_only_rows_that_sample_have_a_token(samples: list[bool]) -> None:
     read = torch.tensor([5, 6, 7, -9])  # the last one of an earlier step
     ring = SimpleNamespace(read=lambda ticket: read, units=lambda ticket: (2, 3))
     batch, output = ScheduledBatch(slots=[4, 2, 0], samples=samples), StepOutput()
-    assert cuda_sampling.StepInFlight(output, None, batch, ring, 1, 10, None, None, None, {}).result() is output
+    step = cuda_sampling.StepInFlight(output, None, batch, ring, 1, 10, None, None, None, {}, early=False)
+    assert step.result() is output
     assert output.slots == list(compress([4, 2, 0], samples)) and output.failures == {}
     assert output.attention_units == (2, 3)
     assert output.token_ids == list(compress([[5], [6], [7]], samples))

@@ -52,6 +52,7 @@ from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvInte
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
 from phonograph.kernels.triton.state import causal_conv, gated_delta, mamba2
+from phonograph.kernels.triton.step import pinned_words
 
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},
@@ -86,6 +87,7 @@ _MORE = {
     "delta_scan_kernel": _SCAN,
     "delta_decode_kernel": {"LDG": "read", "STL": "spill"},
     "mamba_chunk_kernel": _SCAN,
+    "_send_kernel": {"LDG": "read", "STG": "write", "BAR.SYNC": "barrier", "MEMBAR": "fence"},
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
 }
 """Instructions of a kernel that are told, beside those of all."""
@@ -204,7 +206,7 @@ def main() -> None:
         rows, out = (torch.empty(count, size, dtype=torch.bfloat16) for count in (tokens if gated else pairs, pairs))
         launch = expert_products.gate_up_products if gated else expert_products.down_products
         launch(rows, weight, lists, routing, config, out)
-    route_module.pdl_options = launch_product.pdl_options
+    route_module.pdl_options = pinned_words.pdl_options = launch_product.pdl_options
     for experts, width in ((32, 2880), (128, 2048), (256, 2048)):
         name, routing = f"experts {experts}", Routing(experts, 8)
         words = torch.empty(ExpertLists.num_words(4096, routing))
@@ -235,6 +237,8 @@ def main() -> None:
     for case, known in {"long": {}, "single": {"single": True}, "decodes": {"single": True, "early": True}}.items():
         name = case
         gated_delta.gated_delta(*inputs, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch, **known)
+    name, words = "tag", torch.empty(68, dtype=torch.int32)
+    pinned_words.send_words(words, words[:64], words[None], more=words[:3])
     limit = shared_memory()
     too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
     assert not too_large, f"of {limit} bytes of shared memory: {too_large}"

@@ -163,6 +163,7 @@ def launch_others() -> None:
     prompt_lookup.propose_ngrams(*step, shortest=2, longest=5, **behind)
     prepare.apply_appends(ints(3, 5), ints(8, 32))
     pinned_words.copy_words(ints(64), ints(64), 64)
+    pinned_words.send_words(ints(64), ints(64), ints(3, 68), more=ints(3))
     rounded = Fp8Rows(halves(8, 512).to(FP8), torch.zeros(8, 1))
     layers.embed_and_norm(ints(8), halves(99, 512), halves(512), 1e-6, halves(8, 512), halves(8, 512))
     table = halves(100, 3 * 40)

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -129,6 +130,8 @@ def run_all(device: torch.device) -> None:
         dequantized.test_writing_out(bits, True, ordered, device)
         dequantized.test_offsets(bits, device)
     words.test_both_ways(1025, True, device)
+    with pytest.MonkeyPatch.context() as patch:
+        words.test_a_row_gets_its_tag_last(1025, 3, device, patch)
     layers.test_norms(5, 200, dtype, device)
     layers.test_gathered_rows(3, 2500, dtype, device)
     for gelu in (False, True):

@@ -516,7 +516,7 @@ WITHOUT_ROWS = {
     "route._list_kernel",
     "list_experts._chosen_kernel",
     "count_pairs._count_kernel",
-    "pinned_words._copy_kernel",
+    *("pinned_words._copy_kernel", "pinned_words._send_kernel"),
 }
 """Kernels whose tensors have one dimension, or rows of a few words that a step's tiles number."""
 

@@ -145,3 +145,11 @@ def test_attention_fits_the_shared_memory_of_other_gpus() -> None:
         assert {name: size for name, size in found.items() if size > limit} == {}, capability
         # The rings are as long as they may be: none is left short for fear of the limit.
         assert max(found.values()) > 0.7 * limit, capability
+
+
+@pytest.mark.long
+def test_a_tag_is_written_after_all_words(report: Report) -> None:
+    """All threads meet, then a fence orders their writes before the last one, also for the host."""
+    *_, launches = report["_send_kernel tag"]
+    assert launches[:3] == ["let", "wait", "read"] and launches[-3:] == ["barrier", "fence", "write"]
+    assert launches.count("write") > 8 and launches.count("barrier") == launches.count("fence") == 1

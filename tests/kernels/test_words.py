@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from phonograph.kernels.triton.step.pinned_words import copy_words
+from phonograph.kernels.triton.step.pinned_words import copy_words, send_words
+from phonograph.kernels.triton.step.step_layout import EARLY_ROW
 
 POISON = -77
 
@@ -34,3 +37,37 @@ def test_more_words_go_to_the_end(count: int, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert target.tolist() == [*range(count), *[POISON] * (2002 - count), -1, -2]
+
+
+@pytest.mark.parametrize(("count", "num_more"), [(1, 0), (5, 3), (1023, 3), (1024, 1), (2500, 3)])
+def test_a_row_gets_its_tag_last(
+    count: int, num_more: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row and tag are those of the upload, other rows are left alone, and without a tag nothing is written."""
+    on_gpu = device.type == "cuda"
+    words = torch.randint(-(1 << 31), (1 << 31) - 1, (count + num_more,), dtype=torch.int32)
+    source, more = (torch.full((size + 2,), POISON, dtype=torch.int32, device=device) for size in (count, num_more))
+    source[1:-1], more[1:-1] = words[:count], words[count:]
+    rows = torch.full((4, count + num_more + 1), POISON, dtype=torch.int32, pin_memory=on_gpu)
+    upload = torch.arange(40, 52, dtype=torch.int32, device=device)
+    written: list[int] = []
+    if not on_gpu:
+        from triton.runtime import interpreter
+
+        memory: Any = interpreter._interpreter
+        store = memory.store
+
+        def noted(addresses: Any, value: Any, mask: Any) -> Any:
+            written.extend(addresses[mask.astype(bool)].ravel().tolist())
+            return store(addresses, value, mask)
+
+        monkeypatch.setattr(memory, "store", noted)
+    for tag in (0, 12345):
+        upload[EARLY_ROW : EARLY_ROW + 2] = torch.tensor([2, tag], dtype=torch.int32)
+        send_words(upload, source[1:-1], rows, more=more[1:-1] if num_more else None)
+        if on_gpu:
+            torch.cuda.synchronize()
+        assert bool((rows[[0, 1, 3]] == POISON).all())
+        assert rows[2].tolist() == ([*words.tolist(), tag] if tag else [POISON] * (count + num_more + 1))
+    if not on_gpu:
+        assert written.count(written[-1]) == 1 and written[-1] == rows[2].data_ptr() + 4 * (count + num_more)

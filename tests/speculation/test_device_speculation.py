@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, product
 from typing import Any
 
 import pytest
@@ -266,6 +266,37 @@ def test_drafts_of_rows_with_a_grammar(
     assert 10 < counts.accepted <= counts.verified and (share == 1) == (counts.accepted == counts.verified)
     assert engine.core.scheduler.stats.num_preemptions
     assert max(runs) > 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the stand-ins of a GPU")
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.NONE])
+def test_steps_are_read_before_their_passes_if_nothing_is_computed_behind_these(
+    mode: GraphMode, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masked rows and log-probabilities are computed behind the passes, and some steps have no passes.
+
+    The stand-in for the ring compares what is read early with the copy behind the step.
+    """
+    engine = make(mode, NGRAM._replace(model="a draft model"), PROPOSERS["some"], in_steps=True)
+    scheduler, seen = engine.core.scheduler, set[tuple[bool, bool, bool]]()
+    update = scheduler.update
+
+    def noted(batch: Any, output: Any) -> Any:
+        several = scheduler._in_flight[0][1]
+        masked = any(one.grammar is not None for one in compress(several, batch.samples))
+        scored = any(one.params.logprobs is not None for one in several)
+        early = batch.makes_drafts and not masked and not scored
+        assert engine.log[-1].split()[0] == ("early" if early else "read")
+        seen.add((batch.makes_drafts, masked, scored))
+        return update(batch, output)
+
+    monkeypatch.setattr(scheduler, "update", noted)
+    several = [ruled("a", 9), free("b"), ruled("c", 4, temperature=1.0), free("d", logprobs=0)]
+    several += [free("e", max_tokens=30), free("f", logprobs=2), *requests(2, speculate=False)]
+    for some in (several[:4], several[4:6], several[6:]):
+        engine.run(*some)
+    check_outputs(engine, several)
+    assert seen == {(True, *rest) for rest in product((False, True), repeat=2)} | {(False, False, False)}
 
 
 def test_a_grammar_that_does_not_keep_up_has_no_drafts(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,13 +51,15 @@ class CallRuntime:
 
 
 class HostRing:
-    """Tokens as the device sends them, where there is no device."""
+    """Tokens as the device sends them, where there is no device. Early rows are written by the kernel."""
 
-    def __init__(self, *, depth: int, max_rows: int, units: torch.Tensor | None = None) -> None:
+    def __init__(self, *, depth: int, max_rows: int, units: torch.Tensor | None = None, early_words: int = 0) -> None:
         self.depth, self.sent, self.log = depth, list[np.ndarray](), list[str]()
+        self._early = torch.full((depth, early_words + 4), -77, dtype=torch.int32)
+        self._early_words = early_words
         self.sent_units: list[tuple[int, int, int]] = []
         self.shared_tiles = 0
-        self._units = torch.zeros(3) if units is None else units
+        self._units = torch.zeros(3, dtype=torch.int32) if units is None else units
 
     def send(self, tokens: torch.Tensor) -> int:
         self.log.append("send")
@@ -67,6 +69,15 @@ class HostRing:
         return self.latest
 
     @property
+    def early_row(self) -> tuple[int, int]:
+        return len(self.sent) % self.depth, len(self.sent) + 1
+
+    def send_early(self, staging: torch.Tensor, results: torch.Tensor) -> None:
+        from phonograph.kernels.triton.step.pinned_words import send_words
+
+        send_words(staging, results[: self._early_words], self._early, more=self._units)
+
+    @property
     def latest(self) -> int:
         return len(self.sent) - 1
 
@@ -74,6 +85,13 @@ class HostRing:
         assert ticket >= len(self.sent) - self.depth
         self.log.append(f"read {self.latest - ticket}")
         return self.sent[ticket]
+
+    def read_early(self, ticket: int) -> np.ndarray:
+        *words, tag = self._early[ticket % self.depth].tolist()
+        assert tag == ticket + 1, "the step has sent nothing early"
+        assert words == [*self.sent[ticket][: self._early_words].tolist(), *self.sent_units[ticket]]
+        self.log.append(f"early {self.latest - ticket}")
+        return np.array(words[: self._early_words], np.int32)
 
     def units(self, ticket: int) -> tuple[int, int]:
         *units, self.shared_tiles = self.sent_units[ticket]

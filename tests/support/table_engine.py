@@ -210,13 +210,14 @@ def engine_maker() -> MakeEngine:
         log: list[str] = []
         is_whole = next(whole, on_gpu)
         runtime: Any = CallRuntime(lazily=not is_whole)
-        rows = len(inputs.results)
-        ring: Any = HostRing(depth=RING_DEPTH, max_rows=rows)
+        sizes = {"depth": RING_DEPTH, "max_rows": len(inputs.results)}
+        sizes["early_words"] = len(inputs.tokens) + len(inputs.counts)
+        ring: Any = HostRing(**sizes)
         if on_gpu:
             from phonograph.graphs.cuda import CudaRuntime
             from phonograph.runner.cuda.token_ring import TokenRing
 
-            runtime, ring = CudaRuntime(device), TokenRing(depth=RING_DEPTH, max_rows=rows)
+            runtime, ring = CudaRuntime(device), TokenRing(**sizes)
         sampler.edits = inputs.edits
         device_sampler = DeviceSampler(inputs, model.logits_NV, speculation=speculation)
         backend: Any = Backend()
@@ -228,6 +229,7 @@ def engine_maker() -> MakeEngine:
             inputs=inputs,
             sample=device_sampler.sample,
             passes=passes,
+            send_early=partial(ring.send_early, inputs.staging, inputs.results),
         )
         synthetic: dict[str, Any] = {
             "max_model_len": scheduler.limits.max_model_len,

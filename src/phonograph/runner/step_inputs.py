@@ -59,11 +59,13 @@ class StepRows:
 class KernelRows(NamedTuple):
     """Rows that the step's own kernels sample, bool [N], and the sampling parameters of the sequences that start.
 
-    The parameters are in the order of `ScheduledBatch.new`.
+    The parameters are in the order of `ScheduledBatch.new`. `early` is the row of `TokenRing.send_early` and its tag;
+    with tag 0 nothing is sent.
     """
 
     samples: np.ndarray
     starts: KernelParameters
+    early: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ class StepProgram:
 
     states:          states by slot, then by checkpoint, by the index of the layer that has them
     passes:          of a draft model; None without one
+    send_early:      sends the step's results to the host before the passes run; None to send them after the step only
     features_TE:     features of the step's tokens, static, if the model is a draft head
     sample:          returns tokens int32 [L] of logits [L, V], and counts of the requests, whose padded number it gets;
         None if the host samples
@@ -90,11 +91,12 @@ class StepProgram:
         sample: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
         batch_invariant: bool = False,
         passes: Passes | None = None,
+        send_early: Callable[[], None] | None = None,
         features_TE: torch.Tensor | None = None,
         states: Mapping[int, tuple[torch.Tensor, ...]] = MappingProxyType({}),
         drafts_read_last: bool = False,
     ) -> None:
-        self.passes, self._drafts_read_last = passes, drafts_read_last
+        self.passes, self._drafts_read_last, self._send_early = passes, drafts_read_last, send_early
         self._states = states
         self._features_TE = features_TE
         self.model = model
@@ -171,6 +173,8 @@ class StepProgram:
             return StepOutputs(hidden_TE, logits_NV, self._no_tokens, self._no_tokens)
         tokens, counts = self._sample(logits_NV, num_reqs)
         if passes is not None:
+            if self._send_early is not None:
+                self._send_early()
             passes.run(tokens, num_tokens=num_tokens, num_reqs=num_reqs, pieces=pieces)
         return StepOutputs(hidden_TE, logits_NV, tokens, counts)
 

@@ -58,7 +58,7 @@ class CudaPlatform:
     Args:
         device: the GPU.
         make_runtime: called with the device and the static tensors that graphs use for intermediates.
-        make_ring: called with `depth`, `max_rows` and `units`.
+        make_ring: called with `depth`, `max_rows`, `units` and `early_words`.
         make_memory_driver: called for each memory that can sleep.
         ranks: ranks that have a part of the model each; None for a whole model.
     """
@@ -162,7 +162,10 @@ class CudaPlatform:
             passes = _draft_passes(plan, parts.draft, inputs, runtime, states, taps)
             pieces = plan.resolution.mode is GraphMode.PIECEWISE
             listed = ListedDrafts(passes, masked.requests, max_num_seqs=limits.max_num_seqs, pieces=pieces)
-        ring = self._make_ring(depth=RING_DEPTH, max_rows=len(inputs.results), units=parts.units)
+        early_words = len(inputs.tokens) + len(inputs.counts)
+        ring = self._make_ring(
+            depth=RING_DEPTH, max_rows=len(inputs.results), units=parts.units, early_words=early_words
+        )
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,
@@ -173,6 +176,7 @@ class CudaPlatform:
                 sample=device_sampler.sample,
                 batch_invariant=batch_invariant,
                 passes=passes,
+                send_early=partial(ring.send_early, inputs.staging, inputs.results),
                 states=parts.states,
                 drafts_read_last=_drafts_read_last(plan),
             ),

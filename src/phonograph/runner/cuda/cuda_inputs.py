@@ -296,11 +296,11 @@ class CudaInputs:
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
         upload.wait()
-        batch, query_starts = rows.batch, upload.views.query_starts
-        num_reqs = batch.num_reqs
+        batch, num_reqs, query_starts = rows.batch, rows.batch.num_reqs, upload.views.query_starts
         query_starts[0] = 0
         np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
-        upload.views.header[:5] = num_reqs, batch.num_tokens, batch.num_decodes, rows.num_logits, writes_states
+        numbers, early = (num_reqs, batch.num_tokens, batch.num_decodes), (0, 0) if sampling is None else sampling.early
+        upload.views.header[:7] = *numbers, rows.num_logits, writes_states, *early
         upload.views.slots[:num_reqs] = rows.slots
         rows.write_copies(upload.views.checkpoints)
         upload.views.context_lens[:num_reqs] = rows.context_lens

@@ -2,7 +2,8 @@
 
 Kernels of the step sample most rows, and their tokens are read after the next step has been sent. Only rows with a
 grammar make the host wait for the device: their masks need the tokens of the step before, and are filled while the
-device runs this step. Log-probabilities are computed behind the step, and read with its tokens.
+device runs this step. Log-probabilities are computed behind the step, and read with its tokens. If nothing is computed
+behind a step with the passes of a draft model, its tokens are read before these have run.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class StepInFlight:
     scores: TokenScores | None
     inputs: CudaInputs
     owners: dict[int, SuffixIndex]
+    early: bool
 
     def result(self) -> StepOutput:
-        """Wait until the device has finished the step, and return its output."""
+        """Wait for the tokens of the step, and return its output. Its passes may still run."""
         output = self._sampled() if self.drafts is None else self._accepted(self.drafts)
         output.attention_units = self.ring.units(self.ticket)
         if self.scores is not None:
@@ -71,7 +73,8 @@ class StepInFlight:
 
     def _accepted(self, drafts: DeviceDrafts | SuffixDrafts) -> StepOutput:
         """Return the output of a step of an engine with drafts: runs of tokens, as `accept` counted them."""
-        output, batch, results = self.output, self.batch, self.ring.read(self.ticket)
+        output, batch, ring = self.output, self.batch, self.ring
+        results = ring.read_early(self.ticket) if self.early else ring.read(self.ticket)
         num_logits = batch.num_logits
         tokens: list[int] = results[:num_logits].tolist()
         counts = results[drafts.max_num_logits :][: batch.num_reqs]
@@ -137,7 +140,7 @@ class CudaSampling:
             masked = np.flatnonzero(constrained).tolist()
             in_step = in_step & ~constrained
         starts = self._sampler.kernel_parameters(np.array([new.slot for new in rows.batch.new], np.int64))
-        return SamplingPlan(KernelRows(in_step, starts), masked)
+        return SamplingPlan(KernelRows(in_step, starts, self._ring.early_row), masked)
 
     def finish(
         self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
@@ -161,7 +164,8 @@ class CudaSampling:
         owners = self.drafts.begin(batch) if isinstance(self.drafts, SuffixDrafts) else {}
         output = StepOutput(failures=failures.by_slot)
         of_step = output, decision, batch, self._ring, ticket, sampler.vocab_size
-        return StepInFlight(*of_step, self.drafts, scores, self._inputs, owners)
+        early = self._listed is not None and batch.makes_drafts and not plan.masked and scores is None
+        return StepInFlight(*of_step, self.drafts, scores, self._inputs, owners, early)
 
     def _latest(self) -> StepResults:
         """Wait for the step before the one that was sent last, and return its results."""

@@ -16,6 +16,8 @@ import torch
 
 _HEADER = 8
 _NUM_LOGITS = 3
+EARLY_ROW = 5
+"""Header word with the ring's row for results that are sent early; the next word is its tag."""
 _ALIGN = 4
 """Alignment of fields, in words: 16 bytes, which is enough for the int64 draw keys."""
 START_WORDS = 10
@@ -57,7 +59,7 @@ class HostViews(NamedTuple):
     """Fields of a staging buffer as numpy arrays on its memory, by row of the batch.
 
     header:        int32 [8]: numbers of requests, of tokens, of decodes and of rows of logits; 1 if the step writes
-                               states of layers that have them; the rest is not read
+                               states of layers that have them; row and tag of `send_words`; the rest is not read
     slots:         int32 [R]
     context_lens:  int32 [R]   tokens computed before this step; read with a token_start
     query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
