@@ -299,8 +299,8 @@ class CudaInputs:
         batch, num_reqs, query_starts = rows.batch, rows.batch.num_reqs, upload.views.query_starts
         query_starts[0] = 0
         np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
-        numbers, early = (num_reqs, batch.num_tokens, batch.num_decodes), (0, 0) if sampling is None else sampling.early
-        upload.views.header[:7] = *numbers, rows.num_logits, writes_states, *early
+        numbers = num_reqs, batch.num_tokens, batch.num_decodes, rows.num_logits, writes_states
+        upload.views.header[:7] = *numbers, *((0, 0) if sampling is None else sampling.early)
         upload.views.slots[:num_reqs] = rows.slots
         rows.write_copies(upload.views.checkpoints)
         upload.views.context_lens[:num_reqs] = rows.context_lens

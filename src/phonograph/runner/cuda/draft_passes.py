@@ -230,7 +230,7 @@ class DraftPasses:
             last_rows = None if last_rows_R is None or index else last_rows_R[:num_reqs]
             kept = last_rows if self.model.leaves_rows_out(count, num_reqs) else None
             hidden = self.model.forward(ids, positions, attention, kept, features_TE=features)
-            last_rows = last_rows if kept is None else None
+            last_rows = last_rows if kept is None else None  # the pass has left the other rows out
             self._sample(self.model.logits(hidden, last_rows), num_reqs)
             if self.model.feature_part is not None:
                 features = self._features_RE[:num_reqs]

@@ -367,12 +367,8 @@ def _attend_range(
             query_len, seq_len, first_word, chunk_keys, shape, SHARED
         )
         unit = chunk // num_chunks
-        unit_empty = empty
-        if shape.SHARED_TOKENS and not SHARED:
-            unit_empty = empty_of(first_word, empty)
-        key_chunk, taken, first, last, first_slot, slot = cut_of(
-            position, chunk, share, program, num_chunks, unit_empty
-        )
+        before = _empty_before(first_word, empty, shape, SHARED)
+        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, before)
         kv_head = unit // num_row_tiles
         row_tile = unit % num_row_tiles
         key = start + key_chunk * chunk_keys
@@ -412,10 +408,15 @@ def _attend_range(
             query_len = next_len
             seq_len = next_keys
             first_word = next_first
-        if shape.SHARED_TOKENS and not SHARED:
-            position += empty_of(first_word, empty)
-        else:
-            position += empty
+        position += _empty_before(first_word, empty, shape, SHARED)
+
+
+@triton.jit
+def _empty_before(word, empty, shape, SHARED: tl.constexpr):
+    """Return the empty chunks before the units of an entry, in kernels of sequences that may share by `empty_of`."""
+    if shape.SHARED_TOKENS and not SHARED:
+        empty = empty_of(word, empty)
+    return empty
 
 
 @triton.jit

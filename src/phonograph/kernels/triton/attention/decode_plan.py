@@ -137,9 +137,9 @@ class DecodePlan:
     """Work of one step, and scratch for its layers: tensors that live as long as any graph.
 
     records [P, 10]:   by program: entry in `sequences`, chunk in that sequence (and empty ones before it in the range),
-                       keys of a chunk (and empty chunks before each unit), chunks of a range (and the number of ranges
-                       with one more), the entry itself, and the programs that attend shared prefixes first (0 if there
-                       are none). If there are some, their ranges come before, [P, 10]
+                       keys of a chunk (and empty chunks before each unit, as `empty_of` takes them), chunks of a range
+                       (and the number of ranges with one more), the entry itself, and the programs that attend shared
+                       prefixes first (0 if there are none). If there are some, their ranges come before, [P, 10]
     sequences [R+1, 5]: the served sequences, in order: sequence, first token, query length, keys, first key of its own
                        (and kind); with a window, tiles of keys before and in the hole (and kind). Then the prefixes
                        that are attended once, in order, up to 2R: a sequence that has the keys, first token and tokens
@@ -381,7 +381,7 @@ def share_of(program, ranges):
 
 @triton.jit
 def empty_of(word, empty):
-    """Return the empty chunks before a sequence's units, by its word; `empty` are those of a sequence that shares."""
+    """Return the number of empty chunks before each unit of a sequence, by its word; it is `empty` if that shares."""
     return tl.where(word % PACKED == SHARES, empty, tl.minimum(empty, UNIT_COST))
 
 
@@ -631,11 +631,13 @@ def _plan_kernel(
         if tl.program_id(0) == 0:
             tl.store(multiprocessors, tl.where(divided, used, SMS))
     size, empty = _divide(tiles_R, units_R, tiles_R, units_R * 0, programs)
-    # Of sequences that share, by the programs that have keys of a unit of prefixes, of two tiles each or more.
     prefix_units = tl.sum(units1_R + units2_R)
-    results = tl.minimum(programs, tl.sum(tiles1_R * units1_R + tiles2_R * units2_R) // 2)
-    take = _TAKE_COST + results // (_RESULTS_A_TILE * tl.maximum(prefix_units, 1))
-    empty += tl.where((empty > 0) & (prefix_units > 0), tl.minimum(take, COSTS - 1 - UNIT_COST), 0)
+    prefix_tiles = tl.sum(tiles1_R * units1_R + tiles2_R * units2_R)
+    if shared is not None:
+        # Of sequences that share, by the programs that have keys of a unit of prefixes, of two tiles each or more.
+        results = tl.minimum(programs, prefix_tiles // 2)
+        take = _TAKE_COST + results // (_RESULTS_A_TILE * tl.maximum(prefix_units, 1))
+        empty += tl.where((empty > 0) & (prefix_units > 0), tl.minimum(take, COSTS - 1 - UNIT_COST), 0)
     chunks_R = (tl.cdiv(tiles_R, size) + empty_of(word_R, empty)) * units_R
     first_R = tl.where(served_R, tl.cumsum(chunks_R) - chunks_R, _FAR)
     total = tl.sum(chunks_R)
@@ -645,7 +647,7 @@ def _plan_kernel(
         if units is not None:
             tl.store(units, prefix_units)
             tl.store(units + 1, tl.sum(units_R))
-            tl.store(units + 2, tl.sum(tiles1_R * units1_R + tiles2_R * units2_R))
+            tl.store(units + 2, prefix_tiles)
 
     program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists_P = program_P < PROGRAMS
