@@ -459,6 +459,28 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path, monkeyp
     assert counts.verified > 24 and counts.accepted >= 0.95 * counts.verified
 
 
+def test_first_passes_without_a_graph_keep_as_many_rows_as_there_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run kernels that the start has launched, whatever the number of sequences is."""
+    monkeypatch.setattr(triton_parts, "_FEW_TOKENS", 8)
+    make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 1}
+    engine = start_engine(tmp_path, (2,), speculative_config=speculation | {"adaptive_depth": False})
+    passes: Any = engine.core.runner._program.passes
+    forward, kept = passes.model.forward, list[int | None]()
+
+    def logged(ids: Any, positions: Any, attention: Any, rows: Any = None, **keywords: Any) -> Any:
+        kept.append(None if rows is None else len(rows))
+        return forward(ids, positions, attention, rows, **keywords)
+
+    monkeypatch.setattr(passes.model, "forward", logged)
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    finish(session, *(session.add(prompt(count, 16), params) for count in range(2)))
+    assert kept[0] == 3, "two prompts without a graph, in an engine of three slots"
+
+
 def test_samples_copy_the_keys_of_a_draft_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of their prompt behind two blocks. The draft model is the model, so that its drafts are right."""
     monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)

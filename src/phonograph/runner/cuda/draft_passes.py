@@ -73,6 +73,7 @@ class DraftPasses:
         self._builders = [backend.make_builder() for _ in self._attentions]
         self._listed_tables = torch.zeros_like(inputs.block_tables[0])
         self._common: CommonMetadata | None = None
+        self._num_kept = 0
         # Features of the last step's rows. Those of all steps begin at the same address.
         self._features_TE: torch.Tensor | None = None
         self._features_RE = torch.empty(max_num_seqs, model.spec.hidden_size, dtype=model.dtype, device=device)
@@ -90,6 +91,9 @@ class DraftPasses:
         """
         common, rows = commons[0], self._rows
         self._common = common
+        # Rows of the first pass's last layer. Without a graph as many as there can be, so that all such steps run the
+        # same kernels.
+        self._num_kept = len(rows.last_rows) if key is None else key.num_reqs
         num_reqs, num_tokens = len(common.seq_lens), len(common.slot_mapping)
         first = replace(
             common,
@@ -155,7 +159,7 @@ class DraftPasses:
             inputs.state,
             rows,
             block_size=self._block_size,
-            num_reqs_padded=num_reqs,
+            num_reqs_padded=self._num_kept,
             num_tokens_padded=num_tokens,
             tokens_L=tokens_L,
             input_ids_T=inputs.input_ids,
@@ -166,8 +170,9 @@ class DraftPasses:
         if self._states_TF is not None:
             assert self.model.feature_part is not None
             self._features_TE = self.model.feature_part.join(self._states_TF[:num_tokens])
+        last_rows = rows.last_rows[: self._num_kept]
         self._draft(
-            [num_tokens, num_reqs], self._attentions[:2], block_table, self._features_TE, rows.last_rows, pieces=pieces
+            [num_tokens, num_reqs], self._attentions[:2], block_table, self._features_TE, last_rows, pieces=pieces
         )
 
     def run_listed(self, requests_G: torch.Tensor, *, pieces: bool) -> tuple[torch.Tensor, ...]:
@@ -218,7 +223,7 @@ class DraftPasses:
             attentions: of the first pass and of the others.
             block_table: int32, blocks of the sequences.
             features: of the rows of the first pass, for a draft head.
-            last_rows_R: int64, rows of the first pass whose samples are drafts; None for all of them.
+            last_rows_R: int64, rows of the first pass whose samples are drafts, and padding; None for all of them.
             pieces: as in `run`.
         """
         rows, num_reqs = self._rows, counts[1]
@@ -227,10 +232,14 @@ class DraftPasses:
             attention.pieces = pieces
             attention.schedule()
             ids, positions = rows.input_ids[:count], rows.positions[:count]
-            last_rows = None if last_rows_R is None or index else last_rows_R[:num_reqs]
-            kept = last_rows if self.model.leaves_rows_out(count, num_reqs) else None
+            last_rows = None if index else last_rows_R
+            kept = None
+            if last_rows is not None:
+                kept = last_rows if self.model.leaves_rows_out(count, len(last_rows)) else None
+                last_rows = last_rows[:num_reqs] if kept is None else None
             hidden = self.model.forward(ids, positions, attention, kept, features_TE=features)
-            last_rows = last_rows if kept is None else None  # the pass has left the other rows out
+            if kept is not None:
+                hidden = hidden[:num_reqs]
             self._sample(self.model.logits(hidden, last_rows), num_reqs)
             if self.model.feature_part is not None:
                 features = self._features_RE[:num_reqs]
