@@ -123,19 +123,25 @@ def test_alike_keys(noise: float, dtype: torch.dtype, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("single", [False, True])
-def test_many_sequences(single: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """Long ones lie between others, and there are more than a program has threads."""
-    num = 150
+@pytest.mark.parametrize("batch", ["mixed", "single", "early"])
+def test_many_sequences(batch: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Long ones lie between others, and there are more than a program has threads.
+
+    Decodes that convolve within the step have larger blocks of values, which are a part of the head here.
+    """
+    num, single, size = 150, batch != "mixed", 16
+    if batch == "early":
+        num, size = 45, 128
     lengths = torch.randint(0, 4, (num,), generator=torch.Generator().manual_seed(1))
     queries = torch.tensor([0, 1, 17, 70])[lengths]
     if single:
-        queries = (torch.arange(num) < 140).long()
+        queries = (torch.arange(num) < num - 10).long()
     starts = torch.cat([torch.zeros(1), queries.cumsum(0)])
     contexts = torch.where(queries > 0, torch.arange(num) % 3, 0)
-    problem = Problem(DeltaSizes(1, 1, 16, 16, by_head=False), 2, int(queries.sum()) + 3, num, dtype, 2)
+    problem = Problem(DeltaSizes(1, 1, size, size, by_head=False), 2, int(queries.sum()) + 3, num, dtype, 2)
     rows = [one.to(torch.int32) for one in (starts, contexts + queries, torch.arange(num).flip(0))]
-    problem.check([*rows, torch.full((3, num), -1, dtype=torch.int32)], [], device, single=single)
+    rows.append(torch.full((3, num), -1, dtype=torch.int32))
+    problem.check(rows, [], device, single=single, early=batch == "early")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,7 @@
 5. Their states and outputs, chunk by chunk (`delta_scan.py`).
 6. Norm and gates of all outputs, in place (`delta_norm.py`).
 
-Graphs of few decodes have two: the third convolves too, and the last one writes the last inputs.
+Graphs of decodes have two: the third convolves too, and the last one writes the last inputs.
 
 All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch. The fourth and the
 fifth are left out where no sequence can be longer, and the second where none has more than one token.
@@ -38,12 +38,12 @@ from phonograph.kernels.triton.state.delta_step import delta_decode_kernel, delt
 _MOST_STEPS = 16
 _STEP_BLOCK, _NORM_BLOCK = 4096, 1024
 """Most numbers of the state in an item of few tokens, and of the outputs in a program of the last launch."""
+_FEW_DECODES, _DECODE_BLOCK = 16, 8192
+"""Decodes up to which items are as small, so that there is one for each multiprocessor, and the block of items of more."""
 _SCAN_VALUES, _SCAN_STAGES = 32, 2
 """Most values of a head in an item of the scan, and stages of its copies."""
 _STEP_PROGRAMS, _CHUNK_PROGRAMS, _SCAN_PROGRAMS = 528, 264, 264
 """Most programs: 4, 2 and 2 for each SM of an H200."""
-_DECODE_ROWS = 16
-"""Most rows of a step that convolves too. Each item reads 5.5 KB more from caches, so that more rows would lose."""
 
 
 def gated_delta(
@@ -94,7 +94,7 @@ def gated_delta(
     words, pairs, conv_TC = scratch_TY.view(-1).split([num_tokens * width for width in net.scratch_widths])
     factors = words.view(torch.float32)
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
-    decodes = early and single and num_reqs <= _DECODE_ROWS
+    decodes = early and single
     if not decodes:
         causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net, single=single)
     strides, is_wide = (gates_TB.stride(0), checkpoints_3R.stride(0)), projected_TF.dtype is torch.float32
@@ -103,7 +103,7 @@ def gated_delta(
     items: dict[str, Any] = {"TILED": net.tiled, "KEYS": keys}
     weights, by_head, norm = (decay_H, time_bias_H), {"BY_HEAD": net.by_head}, {"NORM_EPS": NORM_EPS}
     stride = {"STRIDE": projected_TF.stride(0)}
-    block = min(values, max(16, _STEP_BLOCK // keys))
+    block = min(values, max(16, (_DECODE_BLOCK if decodes and num_reqs > _FEW_DECODES else _STEP_BLOCK) // keys))
     most_items = num_reqs * net.value_heads * triton.cdiv(net.value_size, block)
     if decodes:
         delta_decode_kernel[(most_items,)](
