@@ -241,10 +241,12 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
     layout = StepLayout(ROWS, 8, 8)
     staging = np.zeros(layout.num_words, np.int32)
     views = layout.host_views(staging)
-    views.header[:3] = ROWS, ROWS, ROWS
+    views.header[:3] = ROWS, ROWS, ROWS - 2
     views.slots[:] = 2, 0, 1
     views.query_starts[:] = views.append_starts[0] = np.arange(ROWS + 1)
     views.token_starts[:] = views.start_at[:] = -1
+    # Prefills of one token, which is kept.
+    views.token_starts[1:], views.context_lens[1:], views.tokens[:2] = [0, 1], [47, 20], [5, 6]
     views.append_at[:] = 1, 2, 3
     views.appends[:ROWS] = 50, 51, 52
     tables = [place(torch.randint(0, 99, (ROWS, 8), dtype=torch.int32).to(device)) for _ in range(2)]
@@ -253,6 +255,7 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
     outputs = ints | {name: torch.zeros(8, dtype=torch.int64, device=device) for name in longs}
     outputs["slot_mappings_GT"] = torch.zeros(1, 8, dtype=torch.int64, device=device)
     seq_lens = torch.zeros(8, dtype=torch.int32, device=device)
+    history = place(torch.zeros(ROWS, 64, dtype=torch.int32, device=device))
     last_token, num_computed = torch.tensor([[7, 8, 9], [30, 47, 20]], dtype=torch.int32, device=device)
     prepare(
         torch.from_numpy(staging).to(device),
@@ -270,9 +273,10 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
         num_tokens_padded=ROWS,
         seq_lens_R=seq_lens,
         slots_R=torch.zeros_like(seq_lens),
+        history_RM=history,
         **outputs,
     )
-    return [*tables, *outputs.values(), seq_lens]
+    return [*tables, *outputs.values(), seq_lens, history]
 
 
 def walk_drafts(place: Place, device: torch.device) -> list[torch.Tensor]:

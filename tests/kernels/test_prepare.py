@@ -36,7 +36,7 @@ class Sequences:
         encoder_lens: tuple[int, ...] = (),
         ragged: bool = False,
     ) -> None:
-        self.encoder_lens, self.ragged = encoder_lens or (0,) * len(sizes), ragged
+        self.encoder_lens, self.ragged, self.keeps_tokens = encoder_lens or (0,) * len(sizes), ragged, drafts % 2 > 0
         self.rng = np.random.default_rng(slots * max_len + sum(sizes))
         self.sizes, self.groups, self.drafts = sizes, range(len(sizes)), drafts
         self.inputs = CpuInputs(
@@ -209,6 +209,8 @@ class Sequences:
             for mapping, length in zip(expected["slot_mappings"], self.encoder_lens, strict=True):
                 mapping[:num_tokens] = torch.where(torch.tensor(length > 0), -1, mapping[:num_tokens])
         got = {name: torch.full_like(tensor, POISON).to(self.device) for name, tensor in expected.items()}
+        # Wider than needed, as rows of it are apart.
+        history = torch.full((len(self.computed), self.max_len + 3), POISON, dtype=torch.int32, device=self.device)
         prepare(
             staging,
             self.layout,
@@ -229,7 +231,14 @@ class Sequences:
             slot_encoder_lens_R=torch.tensor(self.inputs.slot_encoder_lens, device=self.device)
             if self.ragged
             else None,
+            history_RM=history if self.keeps_tokens else None,
         )
+        wanted_history = torch.full_like(history, POISON, device="cpu")
+        for row in range(batch.num_decodes, batch.num_reqs if self.keeps_tokens else 0):
+            places = slice(batch.context_lens[row], batch.context_lens[row] + batch.query_lens[row])
+            slot = batch.slots[row]
+            wanted_history[slot, places] = torch.from_numpy(self.inputs.token_ids[slot, places])
+        assert torch.equal(history.cpu(), wanted_history)
         if self.drafts:
             expected["logits_rows"][batch.num_logits :] = 0
         for name in (*names, "slot_mappings"):

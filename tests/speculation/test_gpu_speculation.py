@@ -156,8 +156,9 @@ def test_tokens_with_suffix_decoding_are_bit_by_bit_those_of_plain_decoding() ->
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("speculation", [NGRAM, SUFFIX], ids=["ngram", "suffix"])
+@pytest.mark.parametrize("speculation", [{**NGRAM, "adaptive_depth": False}, SUFFIX], ids=["ngram", "suffix"])
 def test_flashinfer_with_exact_lengths(speculation: dict[str, Any], mode: str) -> None:
+    """Outputs are those without drafts, and about as many drafts are right as with our kernels."""
     missing = FlashInferCapabilities().missing()
     if missing is not None:
         pytest.skip(missing)
@@ -166,10 +167,14 @@ def test_flashinfer_with_exact_lengths(speculation: dict[str, Any], mode: str) -
     pairs = zip(*(tokens_of(one.generate(prompts(one), GREEDY)) for one in (plain, drafting)), strict=True)
     same = sum(wanted[:12] == found[:12] for wanted, found in pairs)
     assert same >= 21, f"{same} of 24 answers"
-    for params in KINDS.values():
-        drafting.generate(prompts(drafting), params)
-    counts = drafting.engine.core.scheduler.stats.drafts
-    assert counts.accepted > 0.2 * counts.verified > 0
+    shares: list[float] = []
+    for llm in (make_llm(speculative_config=speculation), drafting):
+        before = llm.engine.core.scheduler.stats.drafts
+        for params in KINDS.values():
+            llm.generate(prompts(llm), params)
+        counts = llm.engine.core.scheduler.stats.drafts
+        shares.append((counts.accepted - before.accepted) / (counts.verified - before.verified))
+    assert shares[1] > 0.8 * shares[0] > 0, shares
     report = drafting.verify(num_replays=200)
     assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
     assert any(key.query_len == 5 for key in report.replays)

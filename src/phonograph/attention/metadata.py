@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -142,9 +142,12 @@ class MetadataBuilder(ABC, Generic[MetadataT]):
     Attributes:
         units: int32 [3], counts of the latest step: units of prefixes that decodes share, their other units, and tiles
             of keys of those prefixes. The step's schedule writes them. None if the backend shares no prefix.
+        depends_on_key: what is built for a graph depends on the key alone, and on tensors that stay where they are. The
+            caller may keep it.
     """
 
     units: torch.Tensor | None = None
+    depends_on_key: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> MetadataT:

@@ -63,6 +63,8 @@ class TritonMetadata(AttentionMetadata):
 class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
     """Builder with one plan for each window, shared by all graphs. Each step computes them for its layers."""
 
+    depends_on_key = True
+
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
         capability, num_sms = _NO_GPU
         if device.type == "cuda":

@@ -135,15 +135,14 @@ class CudaInputs:
         """Keep the token ids of sequences that start; appended blocks travel with the step."""
         self._encoder_lens.keep([new.slot for new in batch.new], [new.encoder_len for new in batch.new])
         for new in batch.new:
-            if not failures.run(new.slot, "token ids", self._keep_tokens, new.slot, new.token_ids):
+            if not failures.run(new.slot, "token ids", self._keep_tokens, new.slot, new.token_ids, batch):
                 self._tokens[new.slot] = np.zeros(len(new.token_ids), np.int32)
 
-    def _keep_tokens(self, slot: int, token_ids: list[int]) -> None:
+    def _keep_tokens(self, slot: int, token_ids: list[int], batch: ScheduledBatch) -> None:
         self._tokens[slot] = kept = np.array(token_ids, np.int32)
-        if self.history.shape[1]:
-            sent = torch.from_numpy(kept)
-            if self.history.is_cuda:
-                sent = sent.pin_memory()
+        # The step itself writes the tokens of its prefills.
+        if self.history.shape[1] and batch.query_lens[batch.slots.index(slot)] < len(kept):
+            sent = torch.from_numpy(kept).pin_memory() if self.history.is_cuda else torch.from_numpy(kept)
             self.history[slot, : len(kept)].copy_(sent, non_blocking=True)
 
     def write_drafts(self, slot: int, last_token: int, drafts: Sequence[int]) -> None:
@@ -200,6 +199,7 @@ class CudaInputs:
             slots_R=self.slots,
             block_tables_GRN=self._block_tables,
             logits_rows_L=self.logits_rows,
+            history_RM=self.history if self.history.shape[1] else None,
             **self._encoder_lens.of_kernel,
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AnyBackend, AttentionLayer
-from phonograph.attention.metadata import CommonMetadata
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.elementwise.layers import gather_rows
@@ -71,6 +71,8 @@ class DraftPasses:
             StepAttention([backend], layers, kv_caches, [self._rows.slot_mapping], runtime) for _ in range(3)
         ]
         self._builders = [backend.make_builder() for _ in self._attentions]
+        # Metadata of the passes behind a step by its graph, if they depend on the graph alone.
+        self._known: dict[GraphKey, list[AttentionMetadata]] = {}
         self._listed_tables = torch.zeros_like(inputs.block_tables[0])
         self._common: CommonMetadata | None = None
         self._num_kept = 0
@@ -89,12 +91,21 @@ class DraftPasses:
             commons: the step, by KV group.
             key: the graph that will be captured or replayed; None for an eager step.
         """
-        common, rows = commons[0], self._rows
-        self._common = common
+        self._common = common = commons[0]
         # Rows of the first pass's last layer. Without a graph as many as there can be, so that all such steps run the
         # same kernels.
-        self._num_kept = len(rows.last_rows) if key is None else key.num_reqs
-        num_reqs, num_tokens = len(common.seq_lens), len(common.slot_mapping)
+        self._num_kept = len(self._rows.last_rows) if key is None else key.num_reqs
+        built = None if key is None else self._known.get(key)
+        if built is None:
+            built = self._built(common, key)
+            if key is not None and all(builder.depends_on_key for builder in self._builders):
+                self._known[key] = built
+        for attention, metadata in zip(self._attentions, built, strict=False):
+            attention.metadata = (metadata,)
+
+    def _built(self, common: CommonMetadata, key: GraphKey | None) -> list[AttentionMetadata]:
+        """Return the metadata of the first pass, and of the others."""
+        rows, num_reqs, num_tokens = self._rows, len(common.seq_lens), len(common.slot_mapping)
         first = replace(
             common,
             seq_lens=rows.seq_lens[:num_reqs],
@@ -104,8 +115,10 @@ class DraftPasses:
         )
         later = self._one_row_each(common, common.seq_lens_cpu, common.num_reqs, common.block_table)
         of_later = None if key is None else GraphKey(GraphSet.DECODE, num_reqs, num_reqs, 1)
-        for place, (one, of_pass) in enumerate([(first, key), (later, of_later)]):
-            self._attentions[place].metadata = (self._builders[place].build(one, key=of_pass),)
+        return [
+            builder.build(one, key=of_pass)
+            for builder, one, of_pass in zip(self._builders, (first, later), (key, of_later), strict=False)
+        ]
 
     def build_listed(self, numbers: Sequence[int], size: int) -> None:
         """Build the attention metadata of `run_listed` behind the step that `build` was called for.

@@ -39,7 +39,7 @@ _MOST_STEPS = 16
 _STEP_BLOCK, _NORM_BLOCK = 4096, 1024
 """Most numbers of the state in an item of few tokens, and of the outputs in a program of the last launch."""
 _FEW_DECODES, _DECODE_BLOCK = 16, 8192
-"""Decodes up to which items are as small, so that there is one for each multiprocessor, and the block of items of more."""
+"""Decodes up to which items are as small, so that each multiprocessor has one, and the block of items of more."""
 _SCAN_VALUES, _SCAN_STAGES = 32, 2
 """Most values of a head in an item of the scan, and stages of its copies."""
 _STEP_PROGRAMS, _CHUNK_PROGRAMS, _SCAN_PROGRAMS = 528, 264, 264

@@ -53,6 +53,7 @@ def prepare(
     encoder_lens: Sequence[int] = (),
     encoder_lens_R: torch.Tensor | None = None,
     slot_encoder_lens_R: torch.Tensor | None = None,
+    history_RM: torch.Tensor | None = None,
 ) -> None:
     """Write the first R' requests and T' tokens of a step's inputs from the staging buffer.
 
@@ -75,6 +76,7 @@ def prepare(
         encoder_lens: keys of a sequence in each group of cross attention, which has no slot mapping; 0 in all others
         encoder_lens_R: int32 [>= R'], keys of cross attention; padding is 0. None if no group has it.
         slot_encoder_lens_R: int32 [R], keys of cross attention by slot; None if `encoder_lens` has them
+        history_RM: int32 [R, M], tokens of each slot: receives those of prefills. None if they are not kept
     """
     assert len({*encoder_lens} - {0}) <= 1, "all layers of cross attention are in one group"
     slot_block_tables_GRN, most_drafts = state.block_tables, state.drafts.shape[1]
@@ -98,6 +100,7 @@ def prepare(
         logits_rows_L,
         encoder_lens_R,
         slot_encoder_lens_R,
+        history_RM,
         num_reqs_padded,
         num_tokens_padded,
         slot_block_tables_GRN.stride(1),
@@ -105,6 +108,7 @@ def prepare(
         slot_block_tables_GRN.stride(0),
         slot_mappings_GT.stride(0),
         block_tables_GRN.stride(0),
+        0 if history_RM is None else history_RM.stride(0),
         NUM_LOGITS=logits_rows_L.shape[0],
         MOST_DRAFTS=most_drafts,
         ROW_LANES=triton.next_power_of_2(1 + most_drafts),
@@ -172,6 +176,7 @@ def _prepare_kernel(
     logits_rows_ptr,
     encoder_lens_ptr,
     slot_encoder_lens_ptr,
+    history_ptr,
     num_reqs_padded,
     num_tokens_padded,
     slot_table_stride,
@@ -179,6 +184,7 @@ def _prepare_kernel(
     slot_tables_stride,
     slot_mappings_stride,
     block_tables_stride,
+    history_stride,
     NUM_LOGITS: tl.constexpr,
     MOST_DRAFTS: tl.constexpr,
     ROW_LANES: tl.constexpr,
@@ -240,6 +246,7 @@ def _prepare_kernel(
     lane = chunk * BLOCK + tl.arange(0, BLOCK)
     num_reqs = tl.load(staging)
     num_tokens = tl.load(staging + 1)
+    num_decodes = tl.load(staging + 2)
     slot = tl.load(staging + SLOTS + row)
     context_len = tl.load(staging + CONTEXT_LENS + row)
     query_start = tl.load(staging + QUERY_STARTS + row)
@@ -289,6 +296,9 @@ def _prepare_kernel(
         is_shared = is_token & is_first
         tl.store(input_ids_ptr + token, tl.where(token_start >= 0, host_token, own_token), mask=is_shared)
         kv_slot = token_block.to(tl.int64) * block_size + position % block_size
+        if history_ptr is not None:
+            history_row = history_ptr + slot.to(tl.int64) * history_stride
+            tl.store(history_row + position, host_token, mask=is_shared & (row >= num_decodes))
         if MOST_DRAFTS:
             # The last token that a sequence can have is never computed. Drafts reach beyond it where a step that is in
             # flight accepts more than the least; there the sequence has no blocks, and its positions no rotation.
