@@ -237,9 +237,6 @@ def main() -> None:
     for case, known in {"long": {}, "single": {"single": True}, "decodes": {"single": True, "early": True}}.items():
         name = case
         gated_delta.gated_delta(*inputs, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch, **known)
-    name = "many decodes"
-    rows, checkpoints = [torch.empty(size, dtype=torch.int32) for size in (33, 32, 32)], torch.empty(3, 32).int()
-    gated_delta.gated_delta(*inputs, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch, **known)
     name, words = "tag", torch.empty(68, dtype=torch.int32)
     pinned_words.send_words(words, words[:64], words[None], more=words[:3])
     limit = shared_memory()

@@ -36,10 +36,9 @@ from phonograph.kernels.triton.state.delta_scan import delta_scan_kernel
 from phonograph.kernels.triton.state.delta_step import delta_decode_kernel, delta_step_kernel
 
 _MOST_STEPS = 16
-_STEP_BLOCK, _NORM_BLOCK = 4096, 1024
-"""Most numbers of the state in an item of few tokens, and of the outputs in a program of the last launch."""
-_FEW_DECODES, _DECODE_BLOCK = 16, 8192
-"""Decodes up to which items are as small, so that each multiprocessor has one, and the block of items of more."""
+_STEP_BLOCK, _DECODE_BLOCK, _NORM_BLOCK = 4096, 8192, 1024
+"""Most numbers of the state in an item of few tokens and in one of a decode, and of the outputs in a program of the
+last launch."""
 _SCAN_VALUES, _SCAN_STAGES = 32, 2
 """Most values of a head in an item of the scan, and stages of its copies."""
 _STEP_PROGRAMS, _CHUNK_PROGRAMS, _SCAN_PROGRAMS = 528, 264, 264
@@ -103,7 +102,7 @@ def gated_delta(
     items: dict[str, Any] = {"TILED": net.tiled, "KEYS": keys}
     weights, by_head, norm = (decay_H, time_bias_H), {"BY_HEAD": net.by_head}, {"NORM_EPS": NORM_EPS}
     stride = {"STRIDE": projected_TF.stride(0)}
-    block = min(values, max(16, (_DECODE_BLOCK if decodes and num_reqs > _FEW_DECODES else _STEP_BLOCK) // keys))
+    block = min(values, max(16, (_DECODE_BLOCK if decodes else _STEP_BLOCK) // keys))
     most_items = num_reqs * net.value_heads * triton.cdiv(net.value_size, block)
     if decodes:
         delta_decode_kernel[(most_items,)](
