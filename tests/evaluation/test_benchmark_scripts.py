@@ -52,6 +52,21 @@ def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
     demo_llm.engine.core.scheduler.reset_prefix_cache()
 
 
+def test_first_tokens_of_two_engines(benchmark_script: Load, demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are new each time, and requests have ended when the next one begins."""
+    script = benchmark_script("first_tokens")
+    monkeypatch.setattr(script, "RUNS", 2)
+    prompts: list[list[int]] = []
+    add = demo_llm.session.add
+    monkeypatch.setattr(
+        demo_llm.session, "add", lambda prompt, params: (prompts.append(prompt), add(prompt, params))[1]
+    )
+    row = script.measure({"without": demo_llm, "with": demo_llm}, 40)
+    assert row["tokens"] == 40 and row["ratio"] == row["with_ms"] / row["without_ms"] > 0
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == 6
+    assert not demo_llm.session.has_unfinished
+
+
 def test_encoders_are_timed(
     benchmark_script: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
