@@ -56,11 +56,11 @@ class CudaInputs:
     The prepare kernel writes, with T = max_num_tokens, R = max_num_seqs, L = max_num_logits and, for each of G KV
     groups, N blocks of the longest sequence in the group with the smallest blocks: input_ids [T] int32, positions [T]
     and slot_mappings [G, T] int64, query_start_loc [R+1], seq_lens [R] and block_tables [G, R, N] int32, logits_rows
-    [L] int64.
+    [L] int64, and with drafts the tokens of prefills to history [R, M], int32; others are copied there ahead of a step.
 
     Sampling reads `sampling`, and writes tokens [L], int32, and the last tokens and lengths of `state`. With drafts,
-    acceptance writes counts [R], int32, and history [R, M], int32. `results` has tokens, counts, and the drafts of the
-    next step by slot.
+    acceptance writes counts [R], int32, and history. `results` has tokens, counts, and the drafts of the next step by
+    slot.
 
     Args:
         draft_tokens: most drafts of a sequence.
