@@ -218,3 +218,9 @@ def test_metadata_that_a_graph_freezes(
     metadata = builder.build(common(query_lens), key=key)
     assert (metadata.short_query_len, metadata.has_long) == (short_query_len, has_long)
     assert metadata.plans is builder.build(common([1]), key=None).plans
+    if key is not None:
+        # Callers may keep it: the numbers of a batch on the host change nothing.
+        assert builder.depends_on_key
+        changed = replace(metadata.common, num_reqs=0, num_decodes=0, num_tokens=0, max_query_len=99, max_seq_len=100)
+        again = builder.build(changed, key=key)
+        assert replace(again, common=metadata.common) == metadata

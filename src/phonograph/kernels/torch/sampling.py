@@ -19,16 +19,18 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _MAX_INT64 = 2**63 - 1
+_MIX_STEPS = (30, _MIX_1), (27, _MIX_2), (31, 1)
+"""Shifts of the mixer, and what follows each."""
 
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
     """Mix int64 values in place, bijectively, and return them. 0 stays 0, so a plain counter is no valid input."""
     shifted = torch.empty_like(x)
-    for shift, multiplier in ((30, _MIX_1), (27, _MIX_2), (31, None)):
+    for shift, multiplier in _MIX_STEPS:
         # int64 shifts are arithmetic: the mask makes a logical one, without which mixing would lose the sign bit.
         torch.bitwise_right_shift(x, shift, out=shifted)
         x.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
-        if multiplier is not None:
+        if multiplier != 1:
             x.mul_(multiplier)
     return x
 
@@ -40,8 +42,17 @@ def _descend(keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def stream_key(seed: int, sample_index: int) -> int:
     """Return the key of all draws of one sample of a request. `seed` is any signed 64-bit integer."""
-    root = mix64(torch.tensor([seed], dtype=torch.int64))
-    return int(_descend(root, torch.tensor([sample_index])).item())
+    # In Python, as the operations of tensors would take 0.1 ms for one number.
+    key = _mixed(_mixed(seed) + (sample_index + 1) * _GAMMA)
+    return key - 2**64 if key > _MAX_INT64 else key
+
+
+def _mixed(number: int) -> int:
+    """Return `mix64` of one number, as an unsigned one."""
+    number %= 2**64
+    for shift, multiplier in _MIX_STEPS:
+        number = (number ^ number >> shift) * multiplier % 2**64
+    return number
 
 
 def draw_keys(stream_keys_N: torch.Tensor, draws_N: torch.Tensor) -> torch.Tensor:
