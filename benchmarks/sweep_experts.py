@@ -33,6 +33,7 @@ from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import (
     ExpertConfig,
     ExpertTile,
+    FewRowsTile,
     RowConfig,
     RowTile,
     expert_config,
@@ -124,7 +125,6 @@ class Layer:
         norm = self.norm, 1e-6, self.normed
         if isinstance(config, RowConfig):
             gate_up, down = self.gate_up, self.down
-            assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
             return {
                 "route": lambda: route_row(self.hidden, self.router, routing, lists, config.route, norm=norm),
                 "gate_up": lambda: gate_up_row(self.normed, gate_up, lists, config.gate_up, self.inner),
@@ -181,6 +181,11 @@ def measure(layers: list[Layer], config: ExpertConfig | RowConfig) -> dict[str, 
 
 def candidates(config: ExpertConfig | RowConfig, product: str) -> Iterator[ExpertConfig | RowConfig]:
     """Yield configurations with all tiles of one product, or with all blocks."""
+    if isinstance(config, RowConfig) and isinstance(config.down, FewRowsTile):
+        for block_n, units, ahead, warps in itertools.product((8, 16, 32), (1, 2, 4, 8), (1, 2, 3, 4, 6), (1, 2, 4, 8)):
+            if units % warps == 0 and (block_n == 8 or product == "gate_up"):
+                yield config._replace(**{product: FewRowsTile(block_n, units, ahead, warps)})
+        return
     if isinstance(config, RowConfig):
         for block_n, block_k, ahead, warps in itertools.product(
             (1, 2, 4, 8), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2, 4, 8)
@@ -253,7 +258,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="in a graph, with weights of their own")
     parser.add_argument("--sweep", choices=("route", "gate_up", "down", "block", "tail"), help="try candidates")
     parser.add_argument("--long", action="store_true", help="measure the tails of configurations for long prompts")
-    parser.add_argument("--one-row", action="store_true", help="with the kernels of one row; --tokens 1, bf16 only")
+    parser.add_argument("--one-row", action="store_true", help="with the kernels of one row; --tokens 1, bf16 or mxfp4")
     parser.add_argument("--most", type=int, default=200, help="candidates that are tried")
     parser.add_argument("--output", type=output_file)
     options = parser.parse_args()
@@ -264,7 +269,8 @@ def main() -> None:
         config: ExpertConfig | RowConfig
         config = expert_config(num_tokens, layers[0].routing, fp4=options.format == "mxfp4")
         if options.one_row:
-            config = row_config(layers[0].hidden.shape[1], layers[0].inner.shape[1])
+            sizes = layers[0].hidden.shape[1], layers[0].inner.shape[1]
+            config = row_config(*sizes, fp4=options.format == "mxfp4")
         times = {name: round(time, 2) for name, time in measure(layers, config).items()}
         floor, chosen = layers[0].floor_us()
         row = {"tokens": num_tokens, "experts": chosen, "floor": round(floor, 2), **times, "config": repr(config)}

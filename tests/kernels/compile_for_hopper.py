@@ -41,10 +41,10 @@ from phonograph.kernels.triton.attention import decode_plan as attention_plan
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
 from phonograph.kernels.triton.attention import shared_runs as attention_runs
-from phonograph.kernels.triton.experts import expert_products
+from phonograph.kernels.triton.experts import expert_products, row_products_fp4
 from phonograph.kernels.triton.experts import route as route_module
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import expert_config
+from phonograph.kernels.triton.experts.expert_plan import expert_config, row_config
 from phonograph.kernels.triton.gemm import launch_product
 from phonograph.kernels.triton.gemm.hopper import gemm_ring, gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
@@ -66,6 +66,10 @@ _MORE = {
         "SHFL": "exchange",
         "STL": "spill",
     },
+    "_gate_up_fp4_row_kernel": (
+        _FP4_ROW := {"HMUL2": "scale", "HFMA2": "scale", "LDG.E.EF.128": "read 16", "STL": "spill"}
+    ),
+    "_down_fp4_row_kernel": _FP4_ROW,
     "_expert_kernel": {
         "HGMMA": "product",
         "HMUL2": "scale",
@@ -192,9 +196,9 @@ def main() -> None:
         words = Grouped(torch.empty(512, 128, dtype=torch.int32), scales, None, 4, 128, interleaved=True)
         weight = words if mode >= 2 else words.rows(0, 256)
         gemv_integer.launch(Product(x, weight, None, out, mode), GemvIntegerConfig(64, 2, splits, 2, 2, 1), parts)
-    expert_products.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
+    expert_products.pdl_options = row_products_fp4.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     routing, size = Routing(32, 4), 2880
-    shapes = (1, True), (32, False), (128, True), (128, False), (2048, True), (4096, True), (4096, False)
+    shapes = (1, True), (1, False), (32, False), (128, True), (128, False), (2048, True), (4096, True), (4096, False)
     for tokens, gated in shapes:
         config = expert_config(tokens, routing, fp4=True)
         name = f"tokens {tokens} tail {config.tail} gated {gated}"
@@ -206,6 +210,12 @@ def main() -> None:
         rows, out = (torch.empty(count, size, dtype=torch.bfloat16) for count in (tokens if gated else pairs, pairs))
         launch = expert_products.gate_up_products if gated else expert_products.down_products
         launch(rows, weight, lists, routing, config, out)
+        if tokens == 1:
+            name, tile = f"one row gated {gated}", row_config(size, size, fp4=True)
+            if gated:
+                row_products_fp4.gate_up_row_fp4(rows, weight, lists, tile.gate_up, out)
+            else:
+                row_products_fp4.add_down_row_fp4(rows, weight, lists, tile.down, out[:1])
     route_module.pdl_options = pinned_words.pdl_options = launch_product.pdl_options
     for experts, width in ((32, 2880), (128, 2048), (256, 2048)):
         name, routing = f"experts {experts}", Routing(experts, 8)

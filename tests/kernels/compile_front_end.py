@@ -47,7 +47,7 @@ from phonograph.kernels.triton.experts.join_results import join_results
 from phonograph.kernels.triton.experts.list_experts import list_experts
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
-from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
+from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row, takes_row
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.ranks.sum_rows import PARTS, PeerBuffers, sum_rows
 from phonograph.kernels.triton.sampling import bitmask, sample
@@ -244,6 +244,12 @@ def launch_experts() -> None:
         down_products(halves(pairs, inner), fp4, lists, routing, whole, halves(pairs, width))
         few = config._replace(down=FewRowsTile(16, 4, 1, 4))
         down_products(halves(pairs, inner), fp4, lists, routing, few, halves(pairs, width))
+        if tokens == 1 and takes_row(fp4, pairs):
+            words, exponents = ints(num_experts * 2 * inner, width // 8), ints(num_experts * 2 * inner, 2)
+            gates = fp4._replace(packed_OW=words, scales_OG=exponents)
+            tiles, row = row_config(width, inner, fp4=True), halves(pairs, inner)
+            gate_up_row(x, gates, lists, tiles.gate_up, row, halves(num_experts * 2 * inner), mode=CLAMPED_SWIGLU)
+            add_down_row(row, fp4, lists, tiles.down, x, halves(num_experts * width), factor=0.5)
         shared = x, lists.shared_T
         for weights in (halves(width), torch.zeros(width)):
             norm = weights, 1e-6, x

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_problem import ROUTINGS, Problem, check_choice, reference
+from fp4_weights import meant, random_file, weight_for_gpu
 
-from phonograph.kernels.triton.experts.expert_plan import RowTile
+from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, RowTile
 from phonograph.kernels.triton.experts.route_row import route_row
 from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
+from phonograph.kernels.triton.experts.row_products_fp4 import add_down_row_fp4, gate_up_row_fp4
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 
 ROUTE = RowTile(4, 32, 1, 1)
@@ -83,4 +85,46 @@ def test_products(
     before = hidden.clone()
     gate_up_row(x_1E, gate_up.flatten(0, 1), lists, tiles[0], inner_kI, flat[0], mode=mode)
     add_down_row(inner_kI, down.flatten(0, 1), lists, tiles[1], hidden, flat[1])
+    assert torch.equal(hidden, before)
+
+
+@pytest.mark.parametrize("mode", [SILU, CLAMPED_SWIGLU])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "tiles",
+    [(FewRowsTile(8, 1, 2, 1), FewRowsTile(8, 2, 1, 2)), (FewRowsTile(16, 2, 1, 2), FewRowsTile(8, 1, 4, 1))],
+)
+@pytest.mark.parametrize("name", ["few", "many", "one", "shared"])
+def test_products_of_fp4(
+    name: str, tiles: tuple[FewRowsTile, FewRowsTile], dtype: torch.dtype, mode: int, device: torch.device
+) -> None:
+    """Inputs end within a unit, and outputs within a tile. Scales of experts that were not chosen are NaN."""
+    width, inner, routing = 192, 320, ROUTINGS[name]
+    problem = Problem(1, routing, device, width)
+    x_1E, lists, num_experts = problem.x_TE.to(dtype), problem.lists, routing.num_matrices
+    route_row(x_1E, problem.router_OE.to(dtype), routing, lists, ROUTE)
+    files = random_file(num_experts, 2 * inner, width), random_file(num_experts, width, inner)
+    gate_up, down = (weight_for_gpu(file, device) for file in files)
+    biases = tuple(
+        torch.randn(num_experts, size).to(device, dtype) if mode == CLAMPED_SWIGLU else None
+        for size in (2 * inner, width)
+    )
+    for expert in set(range(num_experts)) - set(lists.experts_Tk[0].tolist()):
+        for weight, outputs in ((gate_up, 2 * inner), (down, width)):
+            weight.scales_OG[expert * outputs : (expert + 1) * outputs] = -1
+        for bias in biases:
+            if bias is not None:
+                bias[expert] = torch.nan
+    inner_kI = torch.full((routing.num_pairs, inner), torch.nan, dtype=dtype, device=device)
+    hidden = torch.randn(1, width).to(device, dtype)
+    weights = tuple(meant(file).to(device) for file in files)
+    wanted = hidden.double() + 0.5 * reference(x_1E, weights, biases, mode, lists, 1)
+    flat = [None if bias is None else bias.flatten() for bias in biases]
+    gate_up_row_fp4(x_1E, gate_up, lists, tiles[0], inner_kI, flat[0], mode=mode)
+    add_down_row_fp4(inner_kI, down, lists, tiles[1], hidden, flat[1], factor=0.5)
+    assert (hidden.double() - wanted).norm() <= (4e-3 if dtype == torch.float16 else 2e-2) * wanted.norm()
+    lists.experts_Tk.fill_(-1)
+    before = hidden.clone()
+    gate_up_row_fp4(x_1E, gate_up, lists, tiles[0], inner_kI, flat[0], mode=mode)
+    add_down_row_fp4(inner_kI, down, lists, tiles[1], hidden, flat[1])
     assert torch.equal(hidden, before)

@@ -391,7 +391,11 @@ def walk_few_rows_of_experts(place: Place, device: torch.device) -> list[torch.T
     gate_up, down = (weight._replace(scales_OG=place(weight.scales_OG)) for weight in (gate_up, down))
     gate_up_products(x, gate_up, lists, routing, config, inner_rows)
     down_products(inner_rows, down, lists, routing, config, results)
-    return [inner_rows, results]
+    tile, row = FewRowsTile(8, 1, 1, 1), results[:1].clone()
+    inner_row = torch.zeros(2, size, dtype=dtype, device=device)
+    gate_up_row(x[:1], gate_up, lists, tile, inner_row)
+    add_down_row(inner_row, down, lists, tile, row)
+    return [inner_rows, results, inner_row, row]
 
 
 def walk_row_of_experts(place: Place, device: torch.device) -> list[torch.Tensor]:
@@ -453,7 +457,14 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         walk_row_of_experts,
         ("route_row._route_row_kernel", "row_products._gate_up_row_kernel", "row_products._down_row_kernel"),
     ),
-    "experts with few rows": (walk_few_rows_of_experts, ("expert_few_rows.expert_few_rows_kernel",)),
+    "experts with few rows": (
+        walk_few_rows_of_experts,
+        (
+            "expert_few_rows.expert_few_rows_kernel",
+            "row_products_fp4._gate_up_fp4_row_kernel",
+            "row_products_fp4._down_fp4_row_kernel",
+        ),
+    ),
     "sampling": (
         walk_sampling,
         ("scan.scan_kernel", "filter.filter_kernel", "bitmask._mask_kernel"),

@@ -107,12 +107,22 @@ def test_numbers_of_fp4_are_made_where_they_are_multiplied(report: Report) -> No
 def test_numbers_of_few_rows_stay_in_registers(report: Report) -> None:
     """Words are read 16 bytes at a time, and neither they nor exponents pass to another thread before the products."""
     experts = {name: words for name, (_, _, words) in report.items() if name.startswith("expert_few_rows_kernel")}
-    assert len(experts) == 2
+    assert len(experts) == 3
     for name, words in experts.items():
         until = words[: len(words) - words[::-1].index("product")]
         assert words.count("spill") == until.count("exchange") == 0, name
         # 16 bytes are 32 codes, of which one instruction scales two; words are read ahead of the loop, and in it.
         assert words.count("scale") == 8 * words.count("read 16") > 0, name
+
+
+@pytest.mark.long
+def test_words_of_one_row_are_read_before_down_waits(report: Report) -> None:
+    """Words of two steps and all experts; gates and ups wait first, as they need the routing."""
+    gates, down = (report[f"_{name}_fp4_row_kernel one row gated {name != 'down'}"][2] for name in ("gate_up", "down"))
+    assert gates[:2] == ["wait", "let"] and down[0] == "let"
+    assert down[: down.index("wait")].count("read 16") >= 8
+    for words in (gates, down):
+        assert words.count("spill") == 0 and words.count("scale") == 8 * words.count("read 16") > 0
 
 
 @pytest.mark.long

@@ -95,11 +95,12 @@ class ExpertKernels:
         self._ranks = ranks
         self._weights, self._spec, self._shared, self._eps = weights, weights.spec, shared, eps
         self._load_X = load_X
-        self._tiles = row_config(weights.gate_up.spec.num_inputs, weights.down.spec.num_inputs)
         self._space, self._routing = workspace.shared, weights.spec.gpu_routing
         assert workspace.arrived is not None and self._routing.shared == (weights.joint is not None)
         both = weights.joint or (weights.gate_up.weight, weights.down.weight)
         self._gate_up, self._down = both[0].operand, both[1].operand
+        fp4 = isinstance(self._gate_up, Grouped) and self._gate_up.is_fp4()
+        self._tiles = row_config(weights.gate_up.spec.num_inputs, weights.down.spec.num_inputs, fp4=fp4)
         self._join_norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if weights.sum_norm is not None:
             assert weights.shared is not None and weights.shared.output_norm is not None
@@ -141,7 +142,7 @@ class ExpertKernels:
     def add_row(
         self, hidden_1E: torch.Tensor, norm: RowNorm, num_rows: torch.Tensor | None, factor: float = 1.0
     ) -> None:
-        """Compute the experts of one row, with weights that are not in groups, and add them to the stream.
+        """Compute the experts of one row, with weights that `takes_row` names, and add them to the stream.
 
         Args:
             hidden_1E: row of the stream.
@@ -151,7 +152,6 @@ class ExpertKernels:
         """
         weights, memory = self._weights, self._memory(1)
         gate_up, down = self._gate_up, self._down
-        assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
         self._route(hidden_1E, 1, num_rows, norm)
         inner_kI, lists, tiles, mode = memory.inner_PI, self._lists, self._tiles, EXPERT_MODES[self._spec.activation]
         gate_up_row(norm[2], gate_up, lists, tiles.gate_up, inner_kI, weights.gate_up.bias_O, mode=mode)

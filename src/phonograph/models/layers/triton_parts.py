@@ -12,12 +12,12 @@ import torch
 
 from phonograph.kernels.fp8_activations import Rows
 from phonograph.kernels.ranks import joint_norm_over_ranks
-from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.torch.layers import finish_logits
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.elementwise import encoder_rows, layers
 from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 from phonograph.kernels.triton.elementwise.layer_embeddings import add_table, gate_embedding
+from phonograph.kernels.triton.experts.row_products import takes_row
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.models.heads.encoder_ends import InputWeights
 from phonograph.models.layers.kernel_set import MixerPart, Step, Stream
@@ -249,7 +249,8 @@ class TritonExperts:
         self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps, load_X, kernels.ranks)
         alone = (apart, weights.sum_norm, weights.output_norm, weights.scalar) == (None,) * 4
         self._partial = weights.down.spec.partial
-        plain = weights.gate_up.spec.gated and not isinstance(weights.down.weight.operand, Grouped)
+        num_pairs = weights.spec.gpu_routing.num_pairs
+        plain = weights.gate_up.spec.gated and takes_row(weights.down.weight.operand, num_pairs)
         self._adds_row = alone and not self._partial and plain
 
     def __call__(self, stream: Stream) -> Stream:

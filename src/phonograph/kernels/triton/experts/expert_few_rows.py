@@ -26,7 +26,7 @@ from phonograph.kernels.triton.launch.pdl import pdl_begin
 
 
 @triton.jit
-def _read_words(row_ptrs, valid_row, step, UNITS: tl.constexpr, COUNT: tl.constexpr):
+def read_words(row_ptrs, valid_row, step, UNITS: tl.constexpr, COUNT: tl.constexpr):
     """Load the words of a step's units for the rows [8, r], as [8, units, r, 16]. COUNT is the words of a row."""
     unit = step * UNITS + tl.arange(0, UNITS)[:, None]
     word = tl.arange(0, 16)[None, :]
@@ -37,7 +37,7 @@ def _read_words(row_ptrs, valid_row, step, UNITS: tl.constexpr, COUNT: tl.conste
 
 
 @triton.jit
-def _read_exponents(row_ptrs, unit_stride, step, UNITS: tl.constexpr, LAST: tl.constexpr):
+def read_exponents(row_ptrs, unit_stride, step, UNITS: tl.constexpr, LAST: tl.constexpr):
     """Load the exponents of a step's units for the rows [8, r], as [8, units, r, 4]; LAST is the last unit."""
     unit = tl.minimum(step * UNITS + tl.arange(0, UNITS), LAST).to(tl.int64)
     byte = unit[:, None] * (4 * unit_stride) + tl.arange(0, 4)[None, :]
@@ -47,7 +47,7 @@ def _read_exponents(row_ptrs, unit_stride, step, UNITS: tl.constexpr, LAST: tl.c
 
 
 @triton.jit
-def _weights(words, exponents, KIND: tl.constexpr):
+def fp4_operand(words, exponents, KIND: tl.constexpr):
     """Return words [8, units, r, 16] as a left operand [units, 8 r, 128]."""
     UNITS: tl.constexpr = words.shape[1]
     R: tl.constexpr = words.shape[2]
@@ -59,8 +59,8 @@ def _weights(words, exponents, KIND: tl.constexpr):
 
 
 @triton.jit
-def _read_rows(row_ptrs, step, K: tl.constexpr, UNITS: tl.constexpr):
-    """Load a step's columns of the rows [8, r] as a right operand [units, 128, 8 r], in the order of `_weights`.
+def read_rows(row_ptrs, step, K: tl.constexpr, UNITS: tl.constexpr):
+    """Load a step's columns of the rows [8, r] as a right operand [units, 128, 8 r], in the order of `fp4_operand`.
 
     Each of four threads has the 32 columns of a group, 16 bytes for each code of its words. In that order the registers
     of two words lie side by side in one operand. Columns after the last repeat others, because their weights are 0.
@@ -75,6 +75,63 @@ def _read_rows(row_ptrs, step, K: tl.constexpr, UNITS: tl.constexpr):
     values = tl.reshape(rows, (8, UNITS, R, 2, 2, 4, 2, 2, 2))
     values = tl.permute(values, (1, 2, 0, 6, 3, 7, 5, 4, 8))
     return tl.permute(tl.reshape(values, (UNITS, 8 * R, 128)), (0, 2, 1))
+
+
+@triton.jit
+def first_weights(
+    word_ptrs, byte_ptrs, valid_row, unit_stride, K: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Load the words and exponents of the first AHEAD steps, for `multiply`."""
+    words = ()
+    exponents = ()
+    for step in tl.static_range(AHEAD):
+        words += (read_words(word_ptrs, valid_row, step, UNITS, K // 8),)
+        exponents += (read_exponents(byte_ptrs, unit_stride, step, UNITS, (K + 127) // 128 - 1),)
+    return words, exponents
+
+
+@triton.jit
+def multiply(
+    x_ptrs,
+    weights,
+    word_ptrs,
+    byte_ptrs,
+    valid_row,
+    unit_stride,
+    K: tl.constexpr,
+    UNITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Return the products [units, outputs, rows] of rows of weights [8, r] with rows of x, by unit of a step.
+
+    Args:
+        x_ptrs: first columns of the rows of x [8, r].
+        weights: of `first_weights`.
+        word_ptrs: first words of the rows of weights.
+        byte_ptrs: first exponents of these.
+        valid_row: rows of weights that exist; others are 0.
+        unit_stride: words of exponents from one unit to the next.
+        K: inputs.
+        UNITS: units of a step.
+        AHEAD: steps whose words are in registers.
+        KIND: type of x.
+    """
+    LAST: tl.constexpr = (K + 127) // 128 - 1
+    TURNS: tl.constexpr = (LAST + UNITS * AHEAD) // (UNITS * AHEAD)
+    words, exponents = weights
+    sums = tl.zeros((UNITS, 8 * word_ptrs.shape[1], 8 * x_ptrs.shape[1]), tl.float32)
+    # One stage: Triton's own pipeline would bring the operands through shared memory.
+    for turn in tl.range(TURNS, num_stages=1):
+        for place in tl.static_range(AHEAD):
+            now = turn * AHEAD + place
+            right = read_rows(x_ptrs, now, K, UNITS)
+            sums = tl.dot(fp4_operand(words[place], exponents[place], KIND), right, sums, input_precision="ieee")
+            next_words = read_words(word_ptrs, valid_row, now + AHEAD, UNITS, K // 8)
+            words = words[:place] + (next_words,) + words[place + 1 :]
+            values = read_exponents(byte_ptrs, unit_stride, now + AHEAD, UNITS, LAST)
+            exponents = exponents[:place] + (values,) + exponents[place + 1 :]
+    return sums
 
 
 @triton.jit
@@ -105,8 +162,6 @@ def expert_few_rows_kernel(
 ):
     GATED: tl.constexpr = MODE >= 2 and MODE < 5
     KIND: tl.constexpr = x_ptr.dtype.element_ty
-    LAST: tl.constexpr = (K + 127) // 128 - 1
-    TURNS: tl.constexpr = (LAST + UNITS * AHEAD) // (UNITS * AHEAD)
     # With a gated activation the rows of the ups follow the rows of the gates.
     OUTPUTS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -130,27 +185,14 @@ def expert_few_rows_kernel(
     rows = weight_row + tl.minimum(row, N - 1) + eights // (BLOCK_N // 8) * N
     word_ptrs = weight_ptr + (rows // 8 * K + eight * 8)
     byte_ptrs = exponents_ptr.to(tl.pointer_type(tl.uint8)) + rows * (4 * output_stride)
-    words = ()
-    exponents = ()
-    for step in tl.static_range(AHEAD):
-        words += (_read_words(word_ptrs, valid_row, step, UNITS, K // 8),)
-        exponents += (_read_exponents(byte_ptrs, unit_stride, step, UNITS, LAST),)
+    words, exponents = first_weights(word_ptrs, byte_ptrs, valid_row, unit_stride, K, UNITS, AHEAD)
     # Places after the item's last have its row, whose results are not stored.
     x_row = start + tl.minimum(m_eight, count - 1)
     if MODE >= 2:
         x_row = tl.load(pairs_ptr + x_row) // TOP_K
     x_ptrs = x_ptr + x_row.to(tl.int64) * x_stride
-    sums = tl.zeros((UNITS, OUTPUTS, ROWS), tl.float32)
-    # One stage: Triton's own pipeline would bring the operands through shared memory.
-    for turn in tl.range(TURNS, num_stages=1):
-        for place in tl.static_range(AHEAD):
-            now = turn * AHEAD + place
-            right = _read_rows(x_ptrs, now, K, UNITS)
-            sums = tl.dot(_weights(words[place], exponents[place], KIND), right, sums, input_precision="ieee")
-            next_words = _read_words(word_ptrs, valid_row, now + AHEAD, UNITS, K // 8)
-            words = words[:place] + (next_words,) + words[place + 1 :]
-            values = _read_exponents(byte_ptrs, unit_stride, now + AHEAD, UNITS, LAST)
-            exponents = exponents[:place] + (values,) + exponents[place + 1 :]
+    weights = words, exponents
+    sums = multiply(x_ptrs, weights, word_ptrs, byte_ptrs, valid_row, unit_stride, K, UNITS, AHEAD, KIND)
     total = whole_sums(add_warps(sums, UNITS, num_warps), KIND, True)
     up = None
     if GATED:

@@ -32,7 +32,7 @@ class FewRowsTile(NamedTuple):
     """Tile of a product by `expert_few_rows`.
 
     Attributes:
-        block_n: outputs, a multiple of 16.
+        block_n: outputs, a multiple of 16; of one row (`row_products_fp4`) a multiple of 8, for `down` 8.
         units: of a step, a multiple of the warps.
         ahead: steps whose words are in registers.
         num_warps: warps of a program.
@@ -118,11 +118,15 @@ class RowConfig(NamedTuple):
     """Launch of a layer's experts for one row: tiles of the router's product, of gates and ups, and of `down`."""
 
     route: RowTile
-    gate_up: RowTile
-    down: RowTile
+    gate_up: RowTile | FewRowsTile
+    down: RowTile | FewRowsTile
 
 
-def row_config(hidden_size: int, intermediate_size: int) -> RowConfig:
+_FP4_ROW = FewRowsTile(8, 1, 4, 1), FewRowsTile(8, 4, 2, 4)
+"""Tiles of gates and ups and of `down` for one row of FP4."""
+
+
+def row_config(hidden_size: int, intermediate_size: int, *, fp4: bool = False) -> RowConfig:
     """Return the launch of experts of such sizes, with the tiles of `choose` for one row of dense weights.
 
     Gates and ups of 2048 inputs are an exception: 14.4 us of Qwen3-30B-A3B on an H200 in place of 18.6, as more
@@ -133,4 +137,6 @@ def row_config(hidden_size: int, intermediate_size: int) -> RowConfig:
         config = one_row(num_inputs, gated=False)
         tiles.append(RowTile(config.block_n, config.block_k, 1, config.num_warps))
     route, down = tiles
+    if fp4:
+        return RowConfig(route, *_FP4_ROW)
     return RowConfig(route, RowTile(4, 512, 4, 1) if hidden_size == 2048 else route, down._replace(ahead=4))

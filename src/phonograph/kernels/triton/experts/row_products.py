@@ -1,4 +1,4 @@
-"""Products of the experts of one row, of weights in 16 or 32 bits.
+"""Products of the experts of one row, of weights in 16 or 32 bits; those of FP4 are in `row_products_fp4`.
 
 As in `gemv`, each thread multiplies columns of a weight row, without tensor cores, and programs are many, so that all
 of them read memory at once. Results are added in a fixed order.
@@ -16,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import RowTile
+from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, RowTile
+from phonograph.kernels.triton.experts.row_products_fp4 import MOST_EXPERTS, add_down_row_fp4, gate_up_row_fp4
 from phonograph.kernels.triton.gemm.gemm_epilogue import activated
 from phonograph.kernels.triton.gemm.gemv import products
 from phonograph.kernels.triton.gemm.product import SILU
@@ -25,11 +27,21 @@ from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_let_next_start, pdl_options, pdl_wait, pdl_wait_first
 
 
+def takes_row(matrix: torch.Tensor | Grouped, num_pairs: int) -> bool:
+    """Return True if the experts of one row can be multiplied here, where they have gates.
+
+    Args:
+        matrix: weights of all experts.
+        num_pairs: experts of a row.
+    """
+    return not isinstance(matrix, Grouped) or (matrix.is_fp4() and matrix.interleaved and num_pairs <= MOST_EXPERTS)
+
+
 def gate_up_row(
     x_1E: torch.Tensor,
-    matrix: torch.Tensor,
+    matrix: torch.Tensor | Grouped,
     lists: ExpertLists,
-    tile: RowTile,
+    tile: RowTile | FewRowsTile,
     inner_kI: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -39,14 +51,19 @@ def gate_up_row(
 
     Args:
         x_1E: the row.
-        matrix: weights of all experts, [X * 2I, E]: of each the gates, then the ups.
+        matrix: weights of all experts, [X * 2I, E]: of each the gates, then the ups; `takes_row` says which.
         lists: of the routing.
         tile: of the product.
         inner_kI: receives the results.
         bias: [X * 2I].
         mode: activation, as in `Product`.
     """
+    if isinstance(tile, FewRowsTile):
+        assert isinstance(matrix, Grouped)
+        gate_up_row_fp4(x_1E, matrix, lists, tile, inner_kI, bias, mode=mode)
+        return
     top_k, inner = inner_kI.shape
+    assert isinstance(matrix, torch.Tensor)
     assert x_1E.stride(1) == matrix.stride(1) == 1 and inner_kI.is_contiguous()
     _gate_up_row_kernel[(triton.cdiv(inner, tile.block_n), top_k)](
         x_1E,
@@ -68,9 +85,9 @@ def gate_up_row(
 
 def add_down_row(
     inner_kI: torch.Tensor,
-    matrix: torch.Tensor,
+    matrix: torch.Tensor | Grouped,
     lists: ExpertLists,
-    tile: RowTile,
+    tile: RowTile | FewRowsTile,
     hidden_1E: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -87,8 +104,13 @@ def add_down_row(
         bias: [X * E].
         factor: of what is added.
     """
+    if isinstance(tile, FewRowsTile):
+        assert isinstance(matrix, Grouped)
+        add_down_row_fp4(inner_kI, matrix, lists, tile, hidden_1E, bias, factor=factor)
+        return
     top_k, inner = inner_kI.shape
     width = hidden_1E.shape[1]
+    assert isinstance(matrix, torch.Tensor)
     assert hidden_1E.stride(1) == matrix.stride(1) == 1 and inner_kI.is_contiguous()
     _down_row_kernel[(triton.cdiv(width, tile.block_n),)](
         inner_kI,
