@@ -66,7 +66,7 @@ from triton.runtime.jit import KernelInterface
 from phonograph.kernels import triton as kernels
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.elementwise import layers as elementwise
-from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, row_config
+from phonograph.kernels.triton.experts.expert_plan import row_config
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 
 FOR_HOPPER = (
@@ -162,8 +162,8 @@ def run_all(device: torch.device) -> None:
     expert_row.test_routes("groups", True, True, device)
     for tiles in expert_row.TILES:
         expert_row.test_products("many", tiles, torch.float16, experts.CLAMPED_SWIGLU, device)
-    row_tiles = FewRowsTile(8, 1, 4, 1), FewRowsTile(8, 4, 2, 4)
-    expert_row.test_products_of_fp4("many", row_tiles, dtype, experts.CLAMPED_SWIGLU, device)
+    tiles = row_config(192, 320, fp4=True)[1:]
+    expert_row.test_products_of_fp4("many", tiles, dtype, experts.CLAMPED_SWIGLU, device)
     for config in experts_fp4.TILES:
         experts_fp4.test_products(Routing(5, 2), 9, 7, config, dtype, device, experts_fp4.SILU)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from expert_problem import ROUTINGS, Problem, check_choice, reference
 from fp4_weights import meant, random_file, weight_for_gpu
 
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, RowTile
 from phonograph.kernels.triton.experts.route_row import route_row
 from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
-from phonograph.kernels.triton.experts.row_products_fp4 import add_down_row_fp4, gate_up_row_fp4
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 
 ROUTE = RowTile(4, 32, 1, 1)
@@ -54,6 +57,32 @@ def test_ties_and_logits_that_are_no_numbers(device: torch.device) -> None:
         assert problem.lists.experts_Tk[0].tolist() == [*range(problem.routing.top_k)]
 
 
+def check_row(
+    x_1E: torch.Tensor,
+    matrices: Sequence[torch.Tensor | Grouped],
+    weights: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, ...],
+    tiles: Sequence[RowTile | FewRowsTile],
+    mode: int,
+    lists: ExpertLists,
+    limit: float,
+) -> None:
+    """Compare the products of matrices with those of the weights that they mean. A row of padding stays as it is."""
+    inner = weights[0].shape[1] // 2
+    inner_kI = torch.full((lists.experts_Tk.shape[1], inner), torch.nan, dtype=x_1E.dtype, device=x_1E.device)
+    hidden = torch.randn(x_1E.shape).to(x_1E)
+    wanted = hidden.double() + 0.5 * reference(x_1E, weights, biases, mode, lists, 1)
+    flat = [None if bias is None else bias.flatten() for bias in biases]
+    gate_up_row(x_1E, matrices[0], lists, tiles[0], inner_kI, flat[0], mode=mode)
+    add_down_row(inner_kI, matrices[1], lists, tiles[1], hidden, flat[1], factor=0.5)
+    assert (hidden.double() - wanted).norm() <= limit * wanted.norm()
+    lists.experts_Tk.fill_(-1)
+    before = hidden.clone()
+    gate_up_row(x_1E, matrices[0], lists, tiles[0], inner_kI, flat[0], mode=mode)
+    add_down_row(inner_kI, matrices[1], lists, tiles[1], hidden, flat[1])
+    assert torch.equal(hidden, before)
+
+
 @pytest.mark.parametrize("mode", [SILU, GELU, CLAMPED_SWIGLU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tiles", TILES)
@@ -73,19 +102,9 @@ def test_products(
     for expert in set(range(num_experts)) - set(lists.experts_Tk[0].tolist()):
         for tensor in (gate_up, down, *(bias for bias in biases if bias is not None)):
             tensor[expert] = torch.nan
-    inner_kI = torch.full((routing.num_pairs, inner), torch.nan, dtype=dtype, device=device)
-    hidden = torch.randn(1, width).to(device, dtype)
-    wanted = hidden.double() + 0.5 * reference(x_1E, (gate_up, down), biases, mode, lists, 1)
-    flat = [None if bias is None else bias.flatten() for bias in biases]
-    gate_up_row(x_1E, gate_up.flatten(0, 1), lists, tiles[0], inner_kI, flat[0], mode=mode)
-    add_down_row(inner_kI, down.flatten(0, 1), lists, tiles[1], hidden, flat[1], factor=0.5)
+    flat = gate_up.flatten(0, 1), down.flatten(0, 1)
     limit = 1e-5 if dtype == torch.float32 else 2e-3
-    assert (hidden.double() - wanted).norm() <= limit * wanted.norm()
-    lists.experts_Tk.fill_(-1)
-    before = hidden.clone()
-    gate_up_row(x_1E, gate_up.flatten(0, 1), lists, tiles[0], inner_kI, flat[0], mode=mode)
-    add_down_row(inner_kI, down.flatten(0, 1), lists, tiles[1], hidden, flat[1])
-    assert torch.equal(hidden, before)
+    check_row(x_1E, flat, (gate_up, down), biases, tiles, mode, lists, limit)
 
 
 @pytest.mark.parametrize("mode", [SILU, CLAMPED_SWIGLU])
@@ -115,16 +134,6 @@ def test_products_of_fp4(
         for bias in biases:
             if bias is not None:
                 bias[expert] = torch.nan
-    inner_kI = torch.full((routing.num_pairs, inner), torch.nan, dtype=dtype, device=device)
-    hidden = torch.randn(1, width).to(device, dtype)
-    weights = tuple(meant(file).to(device) for file in files)
-    wanted = hidden.double() + 0.5 * reference(x_1E, weights, biases, mode, lists, 1)
-    flat = [None if bias is None else bias.flatten() for bias in biases]
-    gate_up_row_fp4(x_1E, gate_up, lists, tiles[0], inner_kI, flat[0], mode=mode)
-    add_down_row_fp4(inner_kI, down, lists, tiles[1], hidden, flat[1], factor=0.5)
-    assert (hidden.double() - wanted).norm() <= (4e-3 if dtype == torch.float16 else 2e-2) * wanted.norm()
-    lists.experts_Tk.fill_(-1)
-    before = hidden.clone()
-    gate_up_row_fp4(x_1E, gate_up, lists, tiles[0], inner_kI, flat[0], mode=mode)
-    add_down_row_fp4(inner_kI, down, lists, tiles[1], hidden, flat[1])
-    assert torch.equal(hidden, before)
+    meant_weights = tuple(meant(file).to(device) for file in files)
+    limit = 4e-3 if dtype == torch.float16 else 2e-2
+    check_row(x_1E, (gate_up, down), meant_weights, biases, tiles, mode, lists, limit)

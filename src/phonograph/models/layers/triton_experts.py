@@ -99,8 +99,9 @@ class ExpertKernels:
         assert workspace.arrived is not None and self._routing.shared == (weights.joint is not None)
         both = weights.joint or (weights.gate_up.weight, weights.down.weight)
         self._gate_up, self._down = both[0].operand, both[1].operand
-        fp4 = isinstance(self._gate_up, Grouped) and self._gate_up.is_fp4()
-        self._tiles = row_config(weights.gate_up.spec.num_inputs, weights.down.spec.num_inputs, fp4=fp4)
+        self._is_fp4 = isinstance(self._gate_up, Grouped) and self._gate_up.is_fp4()
+        sizes = weights.gate_up.spec.num_inputs, weights.down.spec.num_inputs
+        self._tiles = row_config(*sizes, fp4=self._is_fp4)
         self._join_norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if weights.sum_norm is not None:
             assert weights.shared is not None and weights.shared.output_norm is not None
@@ -121,8 +122,7 @@ class ExpertKernels:
         """
         weights, routing, lists = self._weights, self._routing, self._lists
         gate_up, down = self._gate_up, self._down
-        is_fp4 = isinstance(gate_up, Grouped) and gate_up.is_fp4()
-        config = fitted(expert_config(len(x_TE), routing, fp4=is_fp4), gate_up, down)
+        config = fitted(expert_config(len(x_TE), routing, fp4=self._is_fp4), gate_up, down)
         memory = self._memory(len(x_TE))
         routed_TE = beside_TE = x_TE
         if norm is not None:

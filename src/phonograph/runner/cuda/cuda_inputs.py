@@ -142,7 +142,7 @@ class CudaInputs:
         self._tokens[slot] = kept = np.array(token_ids, np.int32)
         # The step itself writes the tokens of its prefills.
         if self.history.shape[1] and batch.query_lens[batch.slots.index(slot)] < len(kept):
-            sent = torch.from_numpy(kept).pin_memory() if self.history.is_cuda else torch.from_numpy(kept)
+            sent = torch.tensor(kept, pin_memory=self.history.is_cuda)
             self.history[slot, : len(kept)].copy_(sent, non_blocking=True)
 
     def write_drafts(self, slot: int, last_token: int, drafts: Sequence[int]) -> None:

@@ -246,13 +246,13 @@ class DraftPasses:
             attention.schedule()
             ids, positions = rows.input_ids[:count], rows.positions[:count]
             last_rows = None if index else last_rows_R
-            kept = None
-            if last_rows is not None:
-                kept = last_rows if self.model.leaves_rows_out(count, len(last_rows)) else None
-                last_rows = last_rows[:num_reqs] if kept is None else None
+            leaves_out = last_rows is not None and self.model.leaves_rows_out(count, len(last_rows))
+            kept = last_rows if leaves_out else None
             hidden = self.model.forward(ids, positions, attention, kept, features_TE=features)
-            if kept is not None:
-                hidden = hidden[:num_reqs]
+            if leaves_out:
+                hidden, last_rows = hidden[:num_reqs], None
+            elif last_rows is not None:
+                last_rows = last_rows[:num_reqs]
             self._sample(self.model.logits(hidden, last_rows), num_reqs)
             if self.model.feature_part is not None:
                 features = self._features_RE[:num_reqs]

@@ -26,7 +26,7 @@ from phonograph.kernels.triton.launch.pdl import pdl_begin
 
 
 @triton.jit
-def read_words(row_ptrs, valid_row, step, UNITS: tl.constexpr, COUNT: tl.constexpr):
+def _read_words(row_ptrs, valid_row, step, UNITS: tl.constexpr, COUNT: tl.constexpr):
     """Load the words of a step's units for the rows [8, r], as [8, units, r, 16]. COUNT is the words of a row."""
     unit = step * UNITS + tl.arange(0, UNITS)[:, None]
     word = tl.arange(0, 16)[None, :]
@@ -37,7 +37,7 @@ def read_words(row_ptrs, valid_row, step, UNITS: tl.constexpr, COUNT: tl.constex
 
 
 @triton.jit
-def read_exponents(row_ptrs, unit_stride, step, UNITS: tl.constexpr, LAST: tl.constexpr):
+def _read_exponents(row_ptrs, unit_stride, step, UNITS: tl.constexpr, LAST: tl.constexpr):
     """Load the exponents of a step's units for the rows [8, r], as [8, units, r, 4]; LAST is the last unit."""
     unit = tl.minimum(step * UNITS + tl.arange(0, UNITS), LAST).to(tl.int64)
     byte = unit[:, None] * (4 * unit_stride) + tl.arange(0, 4)[None, :]
@@ -47,7 +47,7 @@ def read_exponents(row_ptrs, unit_stride, step, UNITS: tl.constexpr, LAST: tl.co
 
 
 @triton.jit
-def fp4_operand(words, exponents, KIND: tl.constexpr):
+def _fp4_operand(words, exponents, KIND: tl.constexpr):
     """Return words [8, units, r, 16] as a left operand [units, 8 r, 128]."""
     UNITS: tl.constexpr = words.shape[1]
     R: tl.constexpr = words.shape[2]
@@ -59,8 +59,8 @@ def fp4_operand(words, exponents, KIND: tl.constexpr):
 
 
 @triton.jit
-def read_rows(row_ptrs, step, K: tl.constexpr, UNITS: tl.constexpr):
-    """Load a step's columns of the rows [8, r] as a right operand [units, 128, 8 r], in the order of `fp4_operand`.
+def _read_rows(row_ptrs, step, K: tl.constexpr, UNITS: tl.constexpr):
+    """Load a step's columns of the rows [8, r] as a right operand [units, 128, 8 r], in the order of `_fp4_operand`.
 
     Each of four threads has the 32 columns of a group, 16 bytes for each code of its words. In that order the registers
     of two words lie side by side in one operand. Columns after the last repeat others, because their weights are 0.
@@ -78,40 +78,57 @@ def read_rows(row_ptrs, step, K: tl.constexpr, UNITS: tl.constexpr):
 
 
 @triton.jit
-def first_weights(
-    word_ptrs, byte_ptrs, valid_row, unit_stride, K: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr
-):
+def tile_places(
+    weight_ptr, exponents_ptr, first, weight_row, strides, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """Return where the weights of OUTPUTS rows are, [8, r]: BLOCK_N from `first` on, then as many of the ups.
+
+    Args:
+        weight_ptr: words of all experts.
+        exponents_ptr: their exponents.
+        first: a multiple of 8.
+        weight_row: first row of the expert, int64. The rows of the ups follow those of N gates.
+        strides: of exponents, from one row to the next and from one unit to the next.
+        N: outputs of an expert.
+        K: inputs.
+        BLOCK_N: outputs of the tile.
+        OUTPUTS: rows of the tile.
+    """
+    eights = tl.arange(0, OUTPUTS // 8)[None, :]
+    row = first + tl.arange(0, 8)[:, None] + eights % (BLOCK_N // 8) * 8
+    rows = weight_row + tl.minimum(row, N - 1) + eights // (BLOCK_N // 8) * N
+    return row_places(weight_ptr, exponents_ptr, rows, row < N, strides, K)
+
+
+@triton.jit
+def row_places(weight_ptr, exponents_ptr, rows, valid_row, strides, K: tl.constexpr):
+    """Return where the weights of rows [8, r] are, each eight of them a block: pointers, and which of them exist."""
+    word_ptrs = weight_ptr + (rows // 8 * K + tl.arange(0, 8)[:, None] * 8)
+    byte_ptrs = exponents_ptr.to(tl.pointer_type(tl.uint8)) + rows * (4 * strides[0])
+    return word_ptrs, byte_ptrs, valid_row, strides[1]
+
+
+@triton.jit
+def first_weights(places, K: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr):
     """Load the words and exponents of the first AHEAD steps, for `multiply`."""
+    word_ptrs, byte_ptrs, valid_row, unit_stride = places
     words = ()
     exponents = ()
     for step in tl.static_range(AHEAD):
-        words += (read_words(word_ptrs, valid_row, step, UNITS, K // 8),)
-        exponents += (read_exponents(byte_ptrs, unit_stride, step, UNITS, (K + 127) // 128 - 1),)
+        words += (_read_words(word_ptrs, valid_row, step, UNITS, K // 8),)
+        exponents += (_read_exponents(byte_ptrs, unit_stride, step, UNITS, (K + 127) // 128 - 1),)
     return words, exponents
 
 
 @triton.jit
-def multiply(
-    x_ptrs,
-    weights,
-    word_ptrs,
-    byte_ptrs,
-    valid_row,
-    unit_stride,
-    K: tl.constexpr,
-    UNITS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Return the products [units, outputs, rows] of rows of weights [8, r] with rows of x, by unit of a step.
+def multiply(x_ptrs, places, weights, K: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr, KIND: tl.constexpr):
+    """Return the products [units, outputs, rows] of rows of weights with rows of x, by unit of a step.
 
     Args:
         x_ptrs: first columns of the rows of x [8, r].
+        places: of the rows of weights.
         weights: of `first_weights`.
-        word_ptrs: first words of the rows of weights.
-        byte_ptrs: first exponents of these.
-        valid_row: rows of weights that exist; others are 0.
-        unit_stride: words of exponents from one unit to the next.
         K: inputs.
         UNITS: units of a step.
         AHEAD: steps whose words are in registers.
@@ -119,17 +136,18 @@ def multiply(
     """
     LAST: tl.constexpr = (K + 127) // 128 - 1
     TURNS: tl.constexpr = (LAST + UNITS * AHEAD) // (UNITS * AHEAD)
+    word_ptrs, byte_ptrs, valid_row, unit_stride = places
     words, exponents = weights
     sums = tl.zeros((UNITS, 8 * word_ptrs.shape[1], 8 * x_ptrs.shape[1]), tl.float32)
     # One stage: Triton's own pipeline would bring the operands through shared memory.
     for turn in tl.range(TURNS, num_stages=1):
         for place in tl.static_range(AHEAD):
             now = turn * AHEAD + place
-            right = read_rows(x_ptrs, now, K, UNITS)
-            sums = tl.dot(fp4_operand(words[place], exponents[place], KIND), right, sums, input_precision="ieee")
-            next_words = read_words(word_ptrs, valid_row, now + AHEAD, UNITS, K // 8)
+            right = _read_rows(x_ptrs, now, K, UNITS)
+            sums = tl.dot(_fp4_operand(words[place], exponents[place], KIND), right, sums, input_precision="ieee")
+            next_words = _read_words(word_ptrs, valid_row, now + AHEAD, UNITS, K // 8)
             words = words[:place] + (next_words,) + words[place + 1 :]
-            values = read_exponents(byte_ptrs, unit_stride, now + AHEAD, UNITS, LAST)
+            values = _read_exponents(byte_ptrs, unit_stride, now + AHEAD, UNITS, LAST)
             exponents = exponents[:place] + (values,) + exponents[place + 1 :]
     return sums
 
@@ -165,9 +183,7 @@ def expert_few_rows_kernel(
     # With a gated activation the rows of the ups follow the rows of the gates.
     OUTPUTS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    eight = tl.arange(0, 8)[:, None]
-    eights = tl.arange(0, OUTPUTS // 8)[None, :]
-    m_eight = eight + 8 * tl.arange(0, ROWS // 8)[None, :]
+    m_eight = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, ROWS // 8)[None, :]
     m = tl.arange(0, ROWS)
     pdl_begin(PDL)
     tile = tl.program_id(0)
@@ -179,20 +195,16 @@ def expert_few_rows_kernel(
     if tile >= tl.load(num_items_ptr) * column_tiles:
         return
     first = tile % column_tiles * BLOCK_N
-    row = first + eight + eights % (BLOCK_N // 8) * 8
-    valid_row = row < N
     weight_row = expert * (2 * N if GATED else N)
-    rows = weight_row + tl.minimum(row, N - 1) + eights // (BLOCK_N // 8) * N
-    word_ptrs = weight_ptr + (rows // 8 * K + eight * 8)
-    byte_ptrs = exponents_ptr.to(tl.pointer_type(tl.uint8)) + rows * (4 * output_stride)
-    words, exponents = first_weights(word_ptrs, byte_ptrs, valid_row, unit_stride, K, UNITS, AHEAD)
+    strides = output_stride, unit_stride
+    places = tile_places(weight_ptr, exponents_ptr, first, weight_row, strides, N, K, BLOCK_N, OUTPUTS)
+    weights = first_weights(places, K, UNITS, AHEAD)
     # Places after the item's last have its row, whose results are not stored.
     x_row = start + tl.minimum(m_eight, count - 1)
     if MODE >= 2:
         x_row = tl.load(pairs_ptr + x_row) // TOP_K
     x_ptrs = x_ptr + x_row.to(tl.int64) * x_stride
-    weights = words, exponents
-    sums = multiply(x_ptrs, weights, word_ptrs, byte_ptrs, valid_row, unit_stride, K, UNITS, AHEAD, KIND)
+    sums = multiply(x_ptrs, places, weights, K, UNITS, AHEAD, KIND)
     total = whole_sums(add_warps(sums, UNITS, num_warps), KIND, True)
     up = None
     if GATED:

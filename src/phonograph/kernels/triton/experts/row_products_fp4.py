@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.experts.expert_few_rows import first_weights, multiply
+from phonograph.kernels.triton.experts.expert_few_rows import first_weights, multiply, row_places, tile_places
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import FewRowsTile
+from phonograph.kernels.triton.experts.expert_results import write_results
 from phonograph.kernels.triton.experts.expert_tile import whole_sums
-from phonograph.kernels.triton.gemm.gemm_epilogue import activated, add_warps
+from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps
 from phonograph.kernels.triton.gemm.product import SILU
 from phonograph.kernels.triton.launch.pdl import pdl_let_next_start, pdl_options, pdl_wait, pdl_wait_first
 
@@ -128,24 +129,14 @@ def _gate_up_fp4_row_kernel(
     if expert < 0:
         return
     first = tl.program_id(0) * BLOCK_N
-    eight = tl.arange(0, 8)[:, None]
-    # The rows of the ups follow the rows of the gates.
-    eights = tl.arange(0, BLOCK_N // 4)[None, :]
-    row = first + eight + eights % (BLOCK_N // 8) * 8
-    rows = expert * (2 * N) + tl.minimum(row, N - 1) + eights // (BLOCK_N // 8) * N
-    x_ptrs = x_ptr + eight * 0
-    word_ptrs, byte_ptrs = _places(weight_ptr, exponents_ptr, rows, output_stride, K)
-    weights = first_weights(word_ptrs, byte_ptrs, row < N, unit_stride, K, UNITS, AHEAD)
-    sums = multiply(x_ptrs, weights, word_ptrs, byte_ptrs, row < N, unit_stride, K, UNITS, AHEAD, KIND)
-    total = tl.reshape(whole_sums(add_warps(sums, UNITS, num_warps), KIND, True), (2 * BLOCK_N, 8))
-    # All columns are equal.
-    total = tl.sum(tl.where(tl.arange(0, 8)[None, :] == 0, total, 0.0), 1)
-    gate, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N)), (1, 0)))
-    n = first + tl.arange(0, BLOCK_N)
-    if bias_ptr is not None:
-        gate += tl.load(bias_ptr + expert * (2 * N) + n, n < N, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptr + expert * (2 * N) + N + n, n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + pair * N + n, activated(gate, up, MODE).to(KIND), n < N)
+    strides = output_stride, unit_stride
+    places = tile_places(weight_ptr, exponents_ptr, first, expert * (2 * N), strides, N, K, BLOCK_N, 2 * BLOCK_N)
+    weights = first_weights(places, K, UNITS, AHEAD)
+    sums = multiply(x_ptr + tl.arange(0, 8)[:, None] * 0, places, weights, K, UNITS, AHEAD, KIND)
+    total = whole_sums(add_warps(sums, UNITS, num_warps), KIND, True)
+    gate, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, 8)), (1, 2, 0)))
+    # All columns are equal; the item has one pair.
+    write_results(gate, up, bias_ptr, None, out_ptr, N, expert * (2 * N) + first, (pair, 1, pair), first, N, MODE)
 
 
 @triton.jit
@@ -174,15 +165,14 @@ def _down_fp4_row_kernel(
     # As in `row_products`: the routing has ended, and its results bypass the L1 cache.
     pair = tl.minimum(tl.arange(0, EXPERTS), TOP_K - 1)
     expert = tl.load(experts_ptr + pair, cache_modifier=".cg").to(tl.int64)
-    eight = tl.arange(0, 8)[:, None]
     n = tl.program_id(0) * 8 + tl.arange(0, 8)
     rows = tl.maximum(expert, 0)[None, :] * N + n[:, None]
     is_row = (expert >= 0)[None, :] & (n < N)[:, None]
-    x_ptrs = x_ptr + tl.minimum(eight, TOP_K - 1) * K
-    word_ptrs, byte_ptrs = _places(weight_ptr, exponents_ptr, rows, output_stride, K)
-    weights = first_weights(word_ptrs, byte_ptrs, is_row, unit_stride, K, UNITS, AHEAD)
+    places = row_places(weight_ptr, exponents_ptr, rows, is_row, (output_stride, unit_stride), K)
+    weights = first_weights(places, K, UNITS, AHEAD)
     pdl_wait(PDL)
-    sums = multiply(x_ptrs, weights, word_ptrs, byte_ptrs, is_row, unit_stride, K, UNITS, AHEAD, KIND)
+    x_ptrs = x_ptr + tl.minimum(tl.arange(0, 8)[:, None], TOP_K - 1) * K
+    sums = multiply(x_ptrs, places, weights, K, UNITS, AHEAD, KIND)
     if tl.max(expert, 0) < 0:
         return
     total = tl.reshape(whole_sums(add_warps(sums, UNITS, num_warps), KIND, True), (EXPERTS, 8, 8))
@@ -195,10 +185,3 @@ def _down_fp4_row_kernel(
     total = tl.sum(total * weight[:, None], 0) * FACTOR
     hidden = tl.load(hidden_ptr + n)
     tl.store(hidden_ptr + n, (total + hidden.to(tl.float32)).to(hidden.dtype))
-
-
-@triton.jit
-def _places(weight_ptr, exponents_ptr, rows, output_stride, K: tl.constexpr):
-    """Return the first words and exponents of rows of weights [8, r]."""
-    word_ptrs = weight_ptr + (rows // 8 * K + rows % 8 * 8)
-    return word_ptrs, exponents_ptr.to(tl.pointer_type(tl.uint8)) + rows * (4 * output_stride)
