@@ -110,9 +110,13 @@ def engine_on_threads(plan: EnginePlan) -> Generator[Engine]:
     group = ThreadGroup(plan)
     try:
         yield build_engine(plan, group=group)
-    except BaseException:
+    except BaseException as error:
         group.ranks.abort()
         group.close()
+        if isinstance(error, threading.BrokenBarrierError):
+            # Another rank failed first: its error says why.
+            for run in group.runs:
+                run.result()
         raise
     group.close()
     for run in group.runs:
