@@ -19,6 +19,7 @@ import torch
 from phonograph.core.batch import SlotFailure, TokenLogprobs
 from phonograph.core.grammar import Grammar
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.kernels.host_arrays import pinned
 from phonograph.kernels.torch import sampling
 from phonograph.kernels.torch.sampling import Rows
 from phonograph.sampling.draw_tokens import draw_tokens
@@ -374,8 +375,7 @@ class Sampler:
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Return an array on the device, without waiting for it."""
-        sent = torch.from_numpy(array)
-        return sent.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else sent
+        return pinned(array, self.device).to(self.device, non_blocking=True)
 
 
 def _chunk_rows(vocab_size: int, device_type: str) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.kernels.host_arrays import pinned
 from phonograph.kernels.logit_edits import BIAS_BIT, BIAS_ENTRIES, END_BIT, NUM_FACTORS, PROMPT_BIT
 from phonograph.kernels.torch.sampling import penalize
 
@@ -82,5 +83,4 @@ class SlotEdits:
 
 
 def _send(array: np.ndarray, target: torch.Tensor) -> None:
-    sent = torch.from_numpy(array)
-    target.copy_(sent.pin_memory() if target.is_cuda else sent, non_blocking=True)
+    target.copy_(pinned(array, target.device), non_blocking=True)

@@ -16,6 +16,7 @@ from phonograph.core.blocks import blocks_for
 from phonograph.core.token_types import EncoderTokens
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.kernels.host_arrays import pinned
 from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.models.heads.word_alignment import align_words
 from phonograph.models.modules.step_model import StepModel
@@ -118,8 +119,7 @@ class EncoderKeys:
             targets = self._features[:, : len(place)], self._places_B2P[..., : len(place)]
         sources = torch.from_numpy(loaded).to(self._features.dtype), torch.from_numpy(places_B2P)
         for target, source in zip(targets, sources, strict=True):
-            sent = source.pin_memory() if target.is_cuda else source
-            target[: len(sent)].copy_(sent, non_blocking=True)
+            target[: len(source)].copy_(pinned(source, target.device), non_blocking=True)
 
     def run(self, num_audios: int) -> tuple[torch.Tensor, ...]:
         """Encode the first audios or the text that are loaded, and write the keys and values of all layers.

@@ -1,0 +1,18 @@
+"""Arrays of the host on their way to a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph.kernels.host_arrays import pinned
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32, bool], ids=str)
+def test_arrays_and_tensors_arrive(dtype: type, device: torch.device) -> None:
+    array = np.random.default_rng(3).integers(0, 2, (5, 7)).astype(dtype)
+    for source in (array, torch.tensor(array), array[1:, ::2]):
+        sent = pinned(source, device)
+        assert sent.is_pinned() == (device.type == "cuda")
+        assert sent.to(device, non_blocking=True).tolist() == source.tolist()
