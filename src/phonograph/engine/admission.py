@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.grammar import Grammar
@@ -19,12 +19,14 @@ from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.token_types import EncoderTokens, TypedTokens
 from phonograph.errors import ConfigError, RequestError, counted, shortened
-from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.encoder_specs import AudioEncoder, TextEncoder
 from phonograph.models.heads.pooler_spec import Pooler
-from phonograph.models.heads.text_encoder import TextEncoder
-from phonograph.models.spec import ModelSpec
 from phonograph.structured.token_rules import TimestampRules, with_token_rules
 from phonograph.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    # It imports torch, which the server's process does without.
+    from phonograph.models.spec import ModelSpec
 
 Prompt = str | Sequence[int]
 Item = TypeVar("Item")

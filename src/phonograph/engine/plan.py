@@ -36,7 +36,7 @@ from phonograph.kernels.triton.experts.expert_plan import why_not
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, has_fp8_products, takes_fp8_rows
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.kernels.triton.ranks.choose_sum import SumChoice
-from phonograph.models.heads.text_encoder import TextEncoder
+from phonograph.models.heads.encoder_specs import TextEncoder
 from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.modules.module_spec import ModuleSpec
 from phonograph.models.quantization.cpu_weights import CpuProducts

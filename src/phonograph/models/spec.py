@@ -22,11 +22,10 @@ from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import end_tokens_of_gguf, model_end_tokens, read_generation, split_end_tokens
 from phonograph.models.families.family import Family, TensorFactors
-from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.encoder_specs import AudioEncoder, TextEncoder
 from phonograph.models.heads.feature_input import FeatureInput
 from phonograph.models.heads.find_pooler import with_pooler
 from phonograph.models.heads.pooler_spec import InputEmbedding, Pooler
-from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.models.hf_config import check_code, check_overrides, read_settings, window_notes, with_overrides
 from phonograph.models.layer_spec import (
     NO_FACTORS,

@@ -6,8 +6,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.errors import ConfigError
-from phonograph.models.heads.audio_encoder import AudioEncoder
-from phonograph.models.heads.text_encoder import TextEncoder
+from phonograph.models.heads.encoder_specs import AudioEncoder, TextEncoder
 from phonograph.models.layer_spec import LayerFeedForward
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.models.weights.tensor_parallel import SETTING

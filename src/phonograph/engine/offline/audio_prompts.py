@@ -9,16 +9,13 @@ from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
-import torch
-from torch.nn import functional
 
 from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.admission import Prompt
 from phonograph.engine.offline.prompts import plain_prompt
 from phonograph.engine.offline.text_pairs import text_pair
 from phonograph.errors import RequestError, counted, shortened
-from phonograph.models.heads.audio_encoder import AudioEncoder
-from phonograph.models.heads.text_encoder import TextEncoder
+from phonograph.models.heads.encoder_specs import AudioEncoder, TextEncoder
 from phonograph.text.tokenizer import Tokenizer
 
 SAMPLING_RATE = 16000
@@ -110,6 +107,10 @@ def resampled(samples_N: np.ndarray, rate: int) -> np.ndarray:
     """
     if rate == SAMPLING_RATE:
         return samples_N
+    # The server's process does without them where no audio has another rate.
+    import torch
+    from torch.nn import functional
+
     common = math.gcd(rate, SAMPLING_RATE)
     old, new = rate // common, SAMPLING_RATE // common
     cutoff = 0.99 * min(old, new)

@@ -10,7 +10,7 @@ import numpy as np
 from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.offline.prompts import plain_prompt
 from phonograph.errors import RequestError, shortened
-from phonograph.models.heads.text_encoder import TextEncoder
+from phonograph.models.heads.encoder_specs import TextEncoder
 from phonograph.text.tokenizer import Tokenizer
 
 _KEYS = {"encoder_prompt", "decoder_prompt", "cache_salt"}

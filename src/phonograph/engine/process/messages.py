@@ -19,9 +19,8 @@ from phonograph.errors import EngineUnavailable, PhonographError, RequestError, 
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
 from phonograph.kernels.triton.ranks.choose_sum import SumChoice
-from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.encoder_specs import AudioEncoder, TextEncoder
 from phonograph.models.heads.pooler_spec import Pooler
-from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.scheduling.engine_router import IndexChange
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 

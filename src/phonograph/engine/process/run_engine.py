@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -18,8 +19,7 @@ from phonograph.engine.process.messages import Begin, Channel, EngineFacts, Mode
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError, PhonographError
-from phonograph.models.heads.audio_encoder import AudioEncoder
-from phonograph.models.heads.text_encoder import TextEncoder
+from phonograph.models.heads.encoder_specs import AudioEncoder, TextEncoder
 from phonograph.runner.runner import Runner
 from phonograph.text.tokenizer import load_tokenizer
 
@@ -111,6 +111,8 @@ def _publisher(config: EngineConfig, rank: int) -> KVPublisher | None:
 
 def _facts(engine: Engine, seconds: float) -> EngineFacts:
     plan, model = engine.plan, engine.plan.whole
+    # Values of layers import torch, which the client's process does without.
+    encoder = None if model.encoder is None else replace(model.encoder, layers=())
     return EngineFacts(
         model=ModelFacts(
             architecture=model.architecture,
@@ -122,8 +124,8 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         vocab_size=plan.model.vocab_size,
         eos_token_ids=plan.model.eos_token_ids,
         pooler=model.pooler,
-        encoder=model.encoder if isinstance(model.encoder, AudioEncoder) else None,
-        text_encoder=model.encoder if isinstance(model.encoder, TextEncoder) else None,
+        encoder=encoder if isinstance(encoder, AudioEncoder) else None,
+        text_encoder=encoder if isinstance(encoder, TextEncoder) else None,
         row_size=model.num_outputs,
         has_token_types=model.has_token_types,
         max_num_seqs=plan.limits.max_num_seqs,

@@ -25,7 +25,7 @@ from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime, operator_threads
 from phonograph.kernels.ranks import Ranks
-from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.encoder_specs import AudioEncoder
 from phonograph.models.heads.shared_weights import share
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels

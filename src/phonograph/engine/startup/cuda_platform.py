@@ -30,7 +30,7 @@ from phonograph.kernels.ranks import Ranks
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
-from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.encoder_specs import AudioEncoder
 from phonograph.models.heads.shared_weights import share
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels

@@ -9,9 +9,8 @@ from typing import Any
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.kernels.routing import Routing
 from phonograph.models.config_fields import FULL, SLIDING, TRAINING, Field
-from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.encoder_specs import AudioEncoder, TextEncoder
 from phonograph.models.heads.pooler_spec import InputEmbedding, PoolerStage, Pooling
-from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, UNLIMITED, Factors, LayerSizes, LayerSpec, NormKind
 from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.rope_parameters import RopeParameters, read_rope

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from phonograph.models.heads.audio_encoder import PREFIX as ENCODER
+from phonograph.models.heads.encoder_specs import PREFIX as ENCODER
 from phonograph.models.layer_spec import LayerAttention, LayerSpec
 from phonograph.models.weights.wrapper import is_norm
 

@@ -17,7 +17,7 @@ from phonograph.core.token_types import EncoderTokens
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.kernels.host_arrays import pinned
-from phonograph.models.heads.text_encoder import TextEncoder
+from phonograph.models.heads.encoder_specs import TextEncoder
 from phonograph.models.heads.word_alignment import align_words
 from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer

@@ -12,8 +12,8 @@ from phonograph.models.config_fields import ANY, INT, LAYERS, POSITIVE_INT, TRAI
 from phonograph.models.families.encoders.encoder_layer import LAYER_NORMS_AFTER, EncoderNames, encoder_layer
 from phonograph.models.families.encoders.whisper import ENCODER_DECODER_FIELDS, ENCODER_DECODER_NAMES
 from phonograph.models.families.family import Family, Settings
+from phonograph.models.heads.encoder_specs import TextEncoder
 from phonograph.models.heads.pooler_spec import InputEmbedding
-from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.models.layer_spec import LayerAttention, LayerSpec
 
 _FIRST = 2

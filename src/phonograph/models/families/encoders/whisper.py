@@ -12,7 +12,7 @@ from phonograph.errors import UnsupportedModelError
 from phonograph.models.config_fields import ANY, COMMON, FLAG, LAYERS, POSITIVE_INT, TRAINING, UNREAD, Field, FieldKind
 from phonograph.models.families.encoders.encoder_layer import EncoderNames, encoder_layer
 from phonograph.models.families.family import Family, Settings
-from phonograph.models.heads.audio_encoder import POSITIONS_PER_SECOND, AudioEncoder
+from phonograph.models.heads.encoder_specs import POSITIONS_PER_SECOND, AudioEncoder
 from phonograph.models.heads.pooler_spec import InputEmbedding
 from phonograph.models.layer_spec import LayerAttention, LayerSpec, NormKind
 from phonograph.models.layers.layer_matrix import LayerMatrix
