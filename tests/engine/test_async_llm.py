@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import subprocess
 import sys
 import time
@@ -14,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from phonograph import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from phonograph.engine.build import Engine
 from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.process.framed_socket import ServerSocket, framed
 from phonograph.engine.process.messages import Report
 from phonograph.engine.process.process_client import ProcessClient
 from phonograph.engine.process.thread_client import ThreadClient
@@ -298,7 +297,7 @@ def test_the_example_needs_no_package_of_the_server() -> None:
     example = Path(__file__).parents[2] / "examples" / "async_llm.py"
     program = (
         "import runpy, sys\n"
-        "for name in ('zmq', 'fastapi', 'starlette', 'uvicorn', 'uvloop', 'httptools', 'prometheus_client'):\n"
+        "for name in ('fastapi', 'starlette', 'uvicorn', 'uvloop', 'httptools', 'prometheus_client'):\n"
         "    sys.modules[name] = None\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')\n"
     )
@@ -338,16 +337,10 @@ def test_other_tasks_run_while_many_calls_get_their_tokens() -> None:
     assert sorted({*moments}) == [32, 64, 70]
 
 
-class Socket:
-    """Messages as a socket has them."""
-
-    def __init__(self, messages: list[Any]) -> None:
-        self._messages = [pickle.dumps(message) for message in messages]
-
-    async def recv(self, flags: int = 0) -> bytes:
-        if not self._messages:
-            raise zmq.Again
-        return self._messages.pop(0)
+def socket_of(messages: list[Any]) -> ServerSocket:
+    connection = ServerSocket()
+    connection.data_received(b"".join(map(framed, messages)))
+    return connection
 
 
 def queue_of(messages: list[Any]) -> asyncio.Queue[Any]:
@@ -357,12 +350,15 @@ def queue_of(messages: list[Any]) -> asyncio.Queue[Any]:
     return queue
 
 
-@pytest.mark.parametrize(("client", "messages_of"), [(ThreadClient, queue_of), (ProcessClient, Socket)])
+@pytest.mark.parametrize(
+    ("client", "name", "messages_of"),
+    [(ThreadClient, "_messages", queue_of), (ProcessClient, "_connection", socket_of)],
+)
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 20])
-def test_a_client_returns_eight_reports_at_once(client: Any, messages_of: Any, count: int) -> None:
+def test_a_client_returns_eight_reports_at_once(client: Any, name: str, messages_of: Any, count: int) -> None:
     """More would keep the event loop from other tasks, however many the engine has sent."""
     connection = object.__new__(client)
     stats: Any = None
-    connection._messages = messages_of([Report(stats, number) for number in range(count)])
+    setattr(connection, name, messages_of([Report(stats, number) for number in range(count)]))
     reports = asyncio.run(connection.receive())
     assert [report.num_steps for report in reports] == list(range(min(count, 8)))

@@ -97,7 +97,7 @@ def test_libraries_of_flash_attention_4(
             monkeypatch.delitem(sys.modules, loaded)
 
 
-@pytest.mark.parametrize("name", ["fastapi", "prometheus_client", "uvicorn", "zmq"])
+@pytest.mark.parametrize("name", ["fastapi", "prometheus_client", "uvicorn"])
 def test_libraries_of_the_server(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.errors import counted
 
-PACKAGES = ("fastapi", "prometheus_client", "uvicorn", "zmq")
+PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 
 @takes_serve_config

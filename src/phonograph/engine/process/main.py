@@ -5,54 +5,27 @@ from __future__ import annotations
 import logging.config
 import multiprocessing
 import os
-import pickle
 import signal
+import socket
 import threading
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import zmq
-
 from phonograph.config.engine_config import EngineConfig
-from phonograph.engine.process.messages import Command, Message, StartFailed
+from phonograph.engine.process.framed_socket import EngineSocket
+from phonograph.engine.process.messages import StartFailed
 from phonograph.engine.startup.early_start import select_devices, start_early
 from phonograph.errors import PhonographError
-
-FAREWELL_MILLISECONDS = 2000
-"""Time for the last messages to be sent when the process ends."""
-
-
-class _SocketChannel:
-    """The engine's ends of the sockets. ZeroMQ's thread moves the bytes, so a slow server does not delay a step."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], commands: str, messages: str) -> None:
-        self._commands = context.socket(zmq.PULL)
-        self._messages = context.socket(zmq.PUSH)
-        for socket in (self._commands, self._messages):
-            socket.set_hwm(0)
-            socket.linger = FAREWELL_MILLISECONDS
-        self._commands.connect(commands)
-        self._messages.connect(messages)
-
-    def send(self, message: Message) -> None:
-        self._messages.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), copy=False)
-
-    def receive(self, *, wait: bool) -> Command | None:
-        try:
-            return pickle.loads(self._commands.recv(0 if wait else zmq.NOBLOCK))
-        except zmq.Again:
-            return None
 
 
 def run_core(
     config: EngineConfig,
-    commands: str,
-    messages: str,
+    end_of_engine: socket.socket,
     log_settings: dict[str, Any] | None,
     last_words: Connection,
     rank: int = 0,
 ) -> None:
-    """Run the engine's process between the sockets at two addresses. The exit code is not 0 only if a step failed.
+    """Run the engine's process at its end of a pair of sockets. The exit code is not 0 only if a step failed.
 
     `last_words` takes the reason of an end that no message can tell. `rank` is the number of the engine among
     `data_parallel_size`.
@@ -68,8 +41,8 @@ def run_core(
         last_words.send(reason)
         os._exit(1)
 
-    with zmq.Context() as context:
-        channel = _SocketChannel(context, commands, messages)
+    channel = EngineSocket(end_of_engine)
+    try:
         if config.device != "cpu":
             try:
                 select_devices(rank, config.data_parallel_size, config.tensor_parallel_size)
@@ -81,6 +54,8 @@ def run_core(
         from phonograph.engine.process.run_engine import run_engine
 
         run_engine(config, channel, owns_process=True, rank=rank, on_rank_failure=end, last_words=last_words)
+    finally:
+        channel.close()
 
 
 def _end_with_the_server() -> None:

@@ -1,28 +1,24 @@
-"""`ProcessClient`: an engine in a separate process, over ZeroMQ. Needs the package zmq (extra `server`)."""
+"""`ProcessClient`: an engine in a separate process, over a pair of sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import pickle
 import signal
-import tempfile
+import socket
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
-
-import zmq
-import zmq.asyncio
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.process.client import REPORTS_AT_ONCE, STOP_SECONDS, EngineClient, StartProgress, started
 from phonograph.engine.process.engine_pool import EnginePool
+from phonograph.engine.process.framed_socket import ServerSocket
 from phonograph.engine.process.main import run_core
-from phonograph.engine.process.messages import Command, EngineFacts, Report, Stop
+from phonograph.engine.process.messages import Command, EngineFacts, Report
 from phonograph.errors import PhonographError
 
-POLL_MILLISECONDS = 200
+POLL_SECONDS = 0.2
 """Interval at which the start checks that the process is alive."""
 
 
@@ -38,25 +34,19 @@ class ProcessClient:
     """
 
     def __init__(self, config: EngineConfig, log_settings: dict[str, Any] | None = None, rank: int = 0) -> None:
-        # Messages are pickles, which can run code: the folder of the sockets is private to this user.
-        self._folder = tempfile.TemporaryDirectory(prefix="phonograph-")
-        addresses = [f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "messages")]
-        self._context = zmq.Context()
-        self._commands = self._context.socket(zmq.PUSH)
-        self._messages = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
-        for socket, address in zip((self._commands, self._messages), addresses, strict=True):
-            socket.set_hwm(0)
-            socket.linger = 0
-            socket.bind(address)
+        # Messages are pickles, which can run code: no other process has these sockets.
+        self._end, end_of_engine = socket.socketpair()
+        self._connection = ServerSocket()
         context = multiprocessing.get_context("spawn")
         self._last_words, last_words = context.Pipe(duplex=False)
         self._process = context.Process(
             target=run_core,
-            args=(config, *addresses, log_settings, last_words, rank),
+            args=(config, end_of_engine, log_settings, last_words, rank),
             name=f"phonograph-engine-{rank}",
         )
         self._process.start()
         last_words.close()
+        end_of_engine.close()
         self._started = False
 
     @property
@@ -64,27 +54,25 @@ class ProcessClient:
         return self._process.pid
 
     async def ready(self, progress: StartProgress) -> EngineFacts:
+        await self._connection.connect(self._end)
         while True:
             alive = self._process.is_alive()
-            if not await self._messages.poll(POLL_MILLISECONDS):
+            try:
+                (message,) = await asyncio.wait_for(self._connection.take(1), POLL_SECONDS)
+            except TimeoutError:
                 if not alive:
-                    raise PhonographError(f"{self.end()} while it started")
+                    raise PhonographError(f"{self.end()} while it started") from None
                 continue
-            facts = started(pickle.loads(await self._messages.recv()), progress)
+            facts = started(message, progress)
             if facts is not None:
                 self._started = True
                 return facts
 
     def send(self, command: Command) -> None:
-        with suppress(zmq.Again):  # the process has ended
-            self._commands.send(pickle.dumps(command, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK, copy=False)
+        self._connection.send(command)
 
     async def receive(self) -> list[Report]:
-        reports: list[Report] = [pickle.loads(await self._messages.recv())]
-        with suppress(zmq.Again):  # no further report has arrived
-            while len(reports) < REPORTS_AT_ONCE:
-                reports.append(pickle.loads(await self._messages.recv(zmq.NOBLOCK)))
-        return reports
+        return await self._connection.take(REPORTS_AT_ONCE)
 
     def on_death(self, callback: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -109,19 +97,19 @@ class ProcessClient:
         self.close_now()
 
     def close_now(self) -> None:
-        """End the process: with `Stop` if it accepts commands, else by killing it."""
+        """End the process: by the end of its commands if it accepts some, else by killing it."""
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         if self._started and self._process.is_alive():
-            self.send(Stop())
+            # It comes behind the commands, whether or not the event loop has written all of them.
+            with suppress(OSError):  # the process has ended
+                self._end.shutdown(socket.SHUT_WR)
             self._process.join(STOP_SECONDS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
         self._last_words.close()
-        self._messages.close(linger=0)
-        self._commands.close(linger=0)
-        self._context.term()
-        self._folder.cleanup()
+        self._connection.close()
+        self._end.close()
 
 
 def start_processes(config: EngineConfig, log_settings: dict[str, Any] | None = None) -> EngineClient:
