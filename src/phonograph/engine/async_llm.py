@@ -48,8 +48,8 @@ class AsyncLLM(AsyncPooling):
         model: folder, GGUF file, hub id or "demo".
         config: configuration in place of `model` and `settings`.
         client: makes the connection to the engine. The default `ThreadClient` runs the engine on a thread of this
-            process. `start_processes` (`phonograph.engine.process.process_client`, needs the extra `server`) runs it in
-            a separate process, where work on this event loop does not delay its steps, or `data_parallel_size` engines.
+            process. `start_processes` (`phonograph.engine.process.process_client`) runs it in a separate process, where
+            work on this event loop does not delay its steps, or `data_parallel_size` engines.
         progress: called during the start with the phase, the work done and the total work of the phase.
         settings: fields of EngineConfig, with its defaults.
 
