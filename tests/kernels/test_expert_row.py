@@ -9,6 +9,7 @@ import torch
 from expert_problem import ROUTINGS, Problem, check_choice, reference
 from fp4_weights import meant, random_file, weight_for_gpu
 
+from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, RowTile
@@ -57,6 +58,16 @@ def test_ties_and_logits_that_are_no_numbers(device: torch.device) -> None:
         assert problem.lists.experts_Tk[0].tolist() == [*range(problem.routing.top_k)]
 
 
+def routed(
+    routing: Routing, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ExpertLists, set[int]]:
+    """Return a random row, the lists of its experts, and the experts that were not chosen."""
+    problem = Problem(1, routing, device, width)
+    x_1E, lists = problem.x_TE.to(dtype), problem.lists
+    route_row(x_1E, problem.router_OE.to(dtype), routing, lists, ROUTE)
+    return x_1E, lists, set(range(routing.num_matrices)) - set(lists.experts_Tk[0].tolist())
+
+
 def check_row(
     x_1E: torch.Tensor,
     matrices: Sequence[torch.Tensor | Grouped],
@@ -92,14 +103,13 @@ def test_products(
 ) -> None:
     """Experts that were not chosen are NaN. A row of padding stays as it is."""
     width, inner, routing = 50, 27, ROUTINGS[name]
-    problem = Problem(1, routing, device, width)
-    x_1E, lists, num_experts = problem.x_TE.to(dtype), problem.lists, routing.num_matrices
-    route_row(x_1E, problem.router_OE.to(dtype), routing, lists, ROUTE)
+    x_1E, lists, others = routed(routing, width, dtype, device)
+    num_experts = routing.num_matrices
     clamped = mode == CLAMPED_SWIGLU
     gate_up = (torch.randn(num_experts, 2 * inner, width) * (1 + 5 * clamped) / width**0.5).to(device, dtype)
     down = (torch.randn(num_experts, width, inner) / inner**0.5).to(device, dtype)
     biases = tuple(torch.randn(num_experts, size).to(device, dtype) if clamped else None for size in (2 * inner, width))
-    for expert in set(range(num_experts)) - set(lists.experts_Tk[0].tolist()):
+    for expert in others:
         for tensor in (gate_up, down, *(bias for bias in biases if bias is not None)):
             tensor[expert] = torch.nan
     flat = gate_up.flatten(0, 1), down.flatten(0, 1)
@@ -119,16 +129,15 @@ def test_products_of_fp4(
 ) -> None:
     """Inputs end within a unit, and outputs within a tile. Scales of experts that were not chosen are NaN."""
     width, inner, routing = 192, 320, ROUTINGS[name]
-    problem = Problem(1, routing, device, width)
-    x_1E, lists, num_experts = problem.x_TE.to(dtype), problem.lists, routing.num_matrices
-    route_row(x_1E, problem.router_OE.to(dtype), routing, lists, ROUTE)
+    x_1E, lists, others = routed(routing, width, dtype, device)
+    num_experts = routing.num_matrices
     files = random_file(num_experts, 2 * inner, width), random_file(num_experts, width, inner)
     gate_up, down = (weight_for_gpu(file, device) for file in files)
     biases = tuple(
         torch.randn(num_experts, size).to(device, dtype) if mode == CLAMPED_SWIGLU else None
         for size in (2 * inner, width)
     )
-    for expert in set(range(num_experts)) - set(lists.experts_Tk[0].tolist()):
+    for expert in others:
         for weight, outputs in ((gate_up, 2 * inner), (down, width)):
             weight.scales_OG[expert * outputs : (expert + 1) * outputs] = -1
         for bias in biases:

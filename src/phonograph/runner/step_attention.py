@@ -10,7 +10,7 @@ import torch
 from phonograph.attention.backend import AnyBackend, AnyCall, AttentionCall, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.host_arrays import pinned
+from phonograph.kernels.host_arrays import to_device
 from phonograph.models.layers.kernel_set import KVTarget
 from phonograph.runner.group_builder import plan_sources
 
@@ -65,8 +65,7 @@ class StepAttention:
         # Layers of several groups view the same tensors.
         tensors = {cache.data_ptr(): cache for cache in (*self._kv_caches, *self._draft_caches)}.values()
         for first in range(0, len(copies), _COPIED):
-            pairs = pinned(torch.tensor(copies[first : first + _COPIED]), device)
-            sources, targets = pairs.to(device, non_blocking=True).T
+            sources, targets = to_device(torch.tensor(copies[first : first + _COPIED]), device).T
             for cache in tensors:
                 # Indices take bytes of any type.
                 pages_B = cache.view(torch.uint8) if cache.element_size() == 1 else cache

@@ -19,7 +19,7 @@ import torch
 from phonograph.core.batch import SlotFailure, TokenLogprobs
 from phonograph.core.grammar import Grammar
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.kernels.host_arrays import pinned
+from phonograph.kernels.host_arrays import to_device
 from phonograph.kernels.torch import sampling
 from phonograph.kernels.torch.sampling import Rows
 from phonograph.sampling.draw_tokens import draw_tokens
@@ -375,7 +375,7 @@ class Sampler:
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Return an array on the device, without waiting for it."""
-        return pinned(array, self.device).to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
 
 def _chunk_rows(vocab_size: int, device_type: str) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.kernels.host_arrays import pinned
+from phonograph.kernels.host_arrays import send
 from phonograph.kernels.logit_edits import BIAS_BIT, BIAS_ENTRIES, END_BIT, NUM_FACTORS, PROMPT_BIT
 from phonograph.kernels.torch.sampling import penalize
 
@@ -53,10 +53,10 @@ class SlotEdits:
         if params.logit_bias:
             biases, places = np.unique(np.array([*params.logit_bias.values()], np.float32), return_inverse=True)
             words[[*params.logit_bias]] |= (places + 1).astype(np.uint32) << np.uint32(BIAS_BIT)
-            _send(biases, self.biases[slot, 1 : 1 + len(biases)])
+            send(biases, self.biases[slot, 1 : 1 + len(biases)])
         factors = params.repetition_penalty, params.presence_penalty, params.frequency_penalty, 0.0
-        _send(np.array(factors, np.float32), self.factors[slot])
-        _send(words.view(np.int32), self.words[slot])
+        send(np.array(factors, np.float32), self.factors[slot])
+        send(words.view(np.int32), self.words[slot])
         return True
 
     def apply(
@@ -80,7 +80,3 @@ class SlotEdits:
         in_prompt_NV = ((words_NV >> PROMPT_BIT) & 1).to(torch.bool)
         edited_NV = penalize(edited_NV, in_prompt_NV, counts_NV, *self.factors[slots_N, :3].unbind(dim=-1))
         return torch.where((kinds_N > 0)[:, None], edited_NV, logits_NV)
-
-
-def _send(array: np.ndarray, target: torch.Tensor) -> None:
-    target.copy_(pinned(array, target.device), non_blocking=True)

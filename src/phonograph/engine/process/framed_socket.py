@@ -11,7 +11,6 @@ import pickle
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from queue import Queue
 from typing import Any, cast
@@ -36,17 +35,19 @@ class Frames:
     def __init__(self) -> None:
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take bytes, and yield the pickles that are complete with them."""
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take bytes, and return the pickles that are complete with them."""
         self._data += data
+        complete: list[bytes] = []
         start, size = 0, len(self._data)
         while size - start >= _LENGTH:
             end = start + _LENGTH + int.from_bytes(self._data[start : start + _LENGTH], "little")
             if end > size:
                 break
-            yield bytes(self._data[start + _LENGTH : end])
+            complete.append(bytes(self._data[start + _LENGTH : end]))
             start = end
         del self._data[:start]
+        return complete
 
 
 class EngineSocket:

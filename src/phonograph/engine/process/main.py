@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+from contextlib import closing
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -41,8 +42,7 @@ def run_core(
         last_words.send(reason)
         os._exit(1)
 
-    channel = EngineSocket(end_of_engine)
-    try:
+    with closing(EngineSocket(end_of_engine)) as channel:
         if config.device != "cpu":
             try:
                 select_devices(rank, config.data_parallel_size, config.tensor_parallel_size)
@@ -54,8 +54,6 @@ def run_core(
         from phonograph.engine.process.run_engine import run_engine
 
         run_engine(config, channel, owns_process=True, rank=rank, on_rank_failure=end, last_words=last_words)
-    finally:
-        channel.close()
 
 
 def _end_with_the_server() -> None:

@@ -20,7 +20,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _MAX_INT64 = 2**63 - 1
 _MIX_STEPS = (30, _MIX_1), (27, _MIX_2), (31, 1)
-"""Shifts of the mixer, and the factor behind each."""
+"""Shift and factor of each round of the mixer."""
 
 
 def mix64(x: torch.Tensor) -> torch.Tensor:

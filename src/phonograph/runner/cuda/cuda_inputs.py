@@ -18,7 +18,7 @@ from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import MAX_LEN, BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
-from phonograph.kernels.host_arrays import pinned
+from phonograph.kernels.host_arrays import send
 from phonograph.kernels.logit_edits import LogitEdits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
 from phonograph.kernels.triton.step.accept_drafts import accept
@@ -143,7 +143,7 @@ class CudaInputs:
         self._tokens[slot] = kept = np.array(token_ids, np.int32)
         # The step itself writes the tokens of its prefills.
         if self.history.shape[1] and batch.query_lens[batch.slots.index(slot)] < len(kept):
-            self.history[slot, : len(kept)].copy_(pinned(kept, self.history.device), non_blocking=True)
+            send(kept, self.history[slot, : len(kept)])
 
     def write_drafts(self, slot: int, last_token: int, drafts: Sequence[int]) -> None:
         """Keep drafts that the host made, for the next step. Its lengths on the host must be exact then."""

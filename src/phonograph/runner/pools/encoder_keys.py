@@ -16,7 +16,7 @@ from phonograph.core.blocks import blocks_for
 from phonograph.core.token_types import EncoderTokens
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
-from phonograph.kernels.host_arrays import pinned
+from phonograph.kernels.host_arrays import send
 from phonograph.models.heads.encoder_specs import TextEncoder
 from phonograph.models.heads.word_alignment import align_words
 from phonograph.models.modules.step_model import StepModel
@@ -119,7 +119,7 @@ class EncoderKeys:
             targets = self._features[:, : len(place)], self._places_B2P[..., : len(place)]
         sources = torch.from_numpy(loaded).to(self._features.dtype), torch.from_numpy(places_B2P)
         for target, source in zip(targets, sources, strict=True):
-            target[: len(source)].copy_(pinned(source, target.device), non_blocking=True)
+            send(source, target[: len(source)])
 
     def run(self, num_audios: int) -> tuple[torch.Tensor, ...]:
         """Encode the first audios or the text that are loaded, and write the keys and values of all layers.

@@ -82,13 +82,13 @@ def tile_places(
     weight_ptr, exponents_ptr, first, weight_row, strides, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return where the weights of OUTPUTS rows are, [8, r]: BLOCK_N from `first` on, then as many of the ups.
+    """Return where the weights of OUTPUTS rows are, [8, r]: BLOCK_N from `first` on, then their ups if there are more.
 
     Args:
         weight_ptr: words of all experts.
         exponents_ptr: their exponents.
         first: a multiple of 8.
-        weight_row: first row of the expert, int64. The rows of the ups follow those of N gates.
+        weight_row: first row of the expert, int64. The rows of the ups follow the N rows of the gates.
         strides: of exponents, from one row to the next and from one unit to the next.
         N: outputs of an expert.
         K: inputs.
