@@ -82,7 +82,7 @@ def run_rank(rank: int, folder: str, args: argparse.Namespace) -> None:
     """Measure all rows on a rank; rank 0 prints and writes them."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    settings = {"width": args.width, "dtype": torch.bfloat16, "max_rows": max(args.rows), "batch_invariant": False}
+    settings = {"width": args.width, "dtype": torch.bfloat16, "max_rows": max(args.rows), "in_parts": False}
     ranks = PeerRanks(Path(folder), rank, args.ranks, device, **settings)
     if ranks.sums_by_nccl:
         raise SystemExit(ranks.notes[0])

@@ -164,17 +164,17 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     return made
 
 
-def peers(folder: Path, run: Callable[[Any], Any], *, batch_invariant: bool = False) -> list[Any]:
+def peers(folder: Path, run: Callable[[Any], Any], *, in_parts: bool = False) -> list[Any]:
     def start(rank: int) -> Any:
-        settings = {"width": 8, "dtype": torch.float32, "max_rows": 4, "batch_invariant": batch_invariant}
+        settings = {"width": 8, "dtype": torch.float32, "max_rows": 4, "in_parts": in_parts}
         return run(peer_ranks.PeerRanks(folder, rank, 2, torch.device("cpu"), **settings))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(start, range(2)))
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_rows_that_go_over_peer_memory(batch_invariant: bool, tmp_path: Path, memory: Memory) -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_rows_that_go_over_peer_memory(in_parts: bool, tmp_path: Path, memory: Memory) -> None:
     def run(ranks: Any) -> tuple[list[int], list[torch.Tensor]]:
         assert not ranks.sums_by_nccl and ranks.notes == ()
         launches, sums = [], []
@@ -189,12 +189,12 @@ def test_rows_that_go_over_peer_memory(batch_invariant: bool, tmp_path: Path, me
         ranks.sum(x)
         part, hidden, out = torch.full((9, 8), 1.0 + ranks.rank), torch.ones(9, 8), torch.zeros(9, 8)
         done = ranks.add_and_norm(part, hidden, torch.full((8,), 2.0), 1e-5, out, 0.5)
-        assert done is batch_invariant
+        assert done is in_parts
         assert (hidden == (2.5 if done else 1.0)).all() and (out == (5.0 if done else 0.0)).all()
         return launches, [*sums, x]
 
-    for launches, sums in peers(tmp_path, run, batch_invariant=batch_invariant):
-        assert launches == ([1, 1, 3] if batch_invariant else [1, 1, 0])
+    for launches, sums in peers(tmp_path, run, in_parts=in_parts):
+        assert launches == ([1, 1, 3] if in_parts else [1, 1, 0])
         assert all((one == 3).all() for one in sums)
     assert memory.ranks and sorted(*memory.ranks.values()) == [0, 1]
 

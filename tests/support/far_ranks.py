@@ -37,7 +37,7 @@ class FarRanks(PeerRanks):
         assert first.kernel == "one-shot" and first.max_rows is not None
         CpuRanks.__init__(self, rank, size)
         self._nccl = self._near = _NOTHING
-        self._batch_invariant = plan.config.batch_invariant
+        self._in_parts = plan.sums[-1].kernel == "one-shot"
 
         def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=_META)

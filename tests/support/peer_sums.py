@@ -22,7 +22,7 @@ def check_sums(folder: Path) -> None:
 def _run_rank(rank: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    settings = {"width": WIDTH, "dtype": torch.bfloat16, "max_rows": MAX_ROWS, "batch_invariant": False}
+    settings = {"width": WIDTH, "dtype": torch.bfloat16, "max_rows": MAX_ROWS, "in_parts": False}
     ranks = PeerRanks(Path(folder), rank, 2, device, **settings)
     assert not ranks.sums_by_nccl, ranks.notes
     order, generator = random.Random(0), torch.Generator(device).manual_seed(rank)

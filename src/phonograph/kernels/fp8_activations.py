@@ -28,6 +28,11 @@ def numbers_and_scales(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
     return rows if isinstance(rows, Fp8Rows) else (rows, None)
 
 
+def rows_of(rows: Rows, part: slice) -> Rows:
+    """Return some of the rows, without a copy."""
+    return Fp8Rows(*(one[part] for one in rows)) if isinstance(rows, Fp8Rows) else rows[part]
+
+
 class ScaledScratch(NamedTuple):
     """Scratch of products with FP8 activations.
 

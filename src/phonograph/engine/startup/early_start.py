@@ -20,11 +20,11 @@ DRIVER = "libcuda.so.1"
 _paused = False
 
 
-def start_early() -> None:
-    """Start compiling and the device's context, if there is a GPU. Call it before the imports of an engine."""
+def start_early(device: int = 0) -> None:
+    """Start compiling and the context of a device, if there is a GPU. Call it before the imports of an engine."""
     pause_collector()
     if Path("/dev/nvidiactl").exists():
-        threading.Thread(target=make_context, name="device-context", daemon=True).start()
+        threading.Thread(target=make_context, args=(device,), name="device-context", daemon=True).start()
         compile_helper.start_early()
 
 
@@ -74,8 +74,8 @@ def resume_collector() -> None:
         gc.enable()
 
 
-def make_context() -> bool:
-    """Make the context of the first visible device, which torch then uses. Return True if it was made."""
+def make_context(index: int = 0) -> bool:
+    """Make the context of a visible device, which torch then uses. Return True if it was made."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
@@ -83,6 +83,6 @@ def make_context() -> bool:
     device, context = ctypes.c_int(), ctypes.c_void_p()
     return not (
         driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDeviceGet(ctypes.byref(device), index)
         or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     )

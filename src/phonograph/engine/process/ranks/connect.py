@@ -45,7 +45,7 @@ def connect(plan: EnginePlan, folder: Path, rank: int) -> GlooRanks:
             width=plan.model.hidden_size,
             dtype=getattr(torch, plan.dtype),
             max_rows=first.max_rows,
-            batch_invariant=plan.config.batch_invariant,
+            in_parts=plan.sums[-1].kernel == "one-shot",
             neighbours=neighbours,
         )
     else:

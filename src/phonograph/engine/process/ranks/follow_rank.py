@@ -28,6 +28,7 @@ from phonograph.engine.process.ranks.rank_step import (
     Score,
     TimeDrafting,
 )
+from phonograph.engine.startup.early_start import resume_collector
 from phonograph.engine.startup.platform import gather_draft_weights
 from phonograph.engine.startup.sleeper import make_sleeper
 from phonograph.engine.startup.subject import make_subject
@@ -98,6 +99,7 @@ def serve_rank(plan: EnginePlan, ranks: Ranks, commands: Connection, answers: Co
         loading.finish()
     if sleeper is not None:
         sleeper.start(parts, None, zeroes=zeroes_cache(plan))
+    resume_collector()
     answers.send(ranks.rank)
     while (command := _received(commands)) is not None:
         if isinstance(command, RankStep):

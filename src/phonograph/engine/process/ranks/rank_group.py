@@ -128,7 +128,7 @@ class RankGroup:
         for rank in range(1, size):
             theirs, commands = context.Pipe(duplex=False)
             answers_of_rank, answers = context.Pipe(duplex=False)
-            place = Place(rank, size, str(folder))
+            place = Place(rank, str(folder), plan.device.kind != "cpu")
             process = context.Process(
                 target=run_rank, args=(place, theirs, answers, last_words), name=f"phonograph-rank-{rank}", daemon=True
             )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
+from phonograph.engine.startup.early_start import start_early
 from phonograph.errors import PhonographError, RankError, cause_text
 
 POLL_SECONDS = 0.5
@@ -23,11 +24,11 @@ STOPPED_POLLS = 3
 
 
 class Place(NamedTuple):
-    """Place of a rank: its number, the number of ranks, and the folder through which they find each other."""
+    """Place of a rank: its number, the folder through which the ranks find each other, and whether they have GPUs."""
 
     rank: int
-    size: int
     folder: str
+    on_gpu: bool
 
 
 def run_rank(place: Place, commands: Connection, answers: Connection, last_words: Connection | None) -> None:
@@ -43,6 +44,8 @@ def run_rank(place: Place, commands: Connection, answers: Connection, last_words
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_watch_rank_0, args=(place.rank, last_words), name="watch-rank-0", daemon=True).start()
+    if place.on_gpu:
+        start_early(place.rank)
     try:
         plan = pickle.loads(commands.recv_bytes())
         # Imports torch, which takes seconds; by then the rank watches rank 0.

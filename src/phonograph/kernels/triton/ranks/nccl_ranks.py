@@ -5,6 +5,7 @@ Operations run on the current stream, so that a capture records them. Host value
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -24,8 +25,6 @@ from phonograph.kernels.triton.launch.precompile import is_compiling
 _SECONDS = 600.0
 """Time after which torch ends the process for an operation that was not captured and did not end."""
 _ABORT_SECONDS = 2.0
-_STORE_SECONDS = 1.0
-"""Longest search of a thread of torch for the file of the folder, when ranks are connected and may remove it."""
 
 _WARM_UP_SIZES = 1 << 22, 1 << 18, 1 << 14, 1 << 8
 """Numbers of sums, for each of which NCCL may choose another algorithm."""
@@ -51,6 +50,8 @@ class NcclRanks(GlooRanks):
         nccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
         if nccl is None:
             raise RankError("ranks on GPUs need a torch with NCCL, which this one lacks")
+        # A thread of torch would look each second into the folder, which is gone at the end.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         options = nccl.Options()
         options._timeout = timedelta(seconds=_SECONDS)
         store = c10d.PrefixStore("nccl", c10d.FileStore(str(folder / "store"), size))
@@ -64,7 +65,6 @@ class NcclRanks(GlooRanks):
             end, begin, thread = _aborting(*{id(one): one for one in (self._nccl, self._near)}.values())
             self._end, self._ending = weakref.finalize(self, end, begin, thread), thread
             self._warm_up()
-            store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         except RuntimeError as error:
             raise RankError(f"rank {rank} cannot reach the others by NCCL: {str(error).splitlines()[0]}") from error
 

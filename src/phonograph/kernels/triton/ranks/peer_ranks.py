@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from phonograph.kernels.fp8_activations import Fp8Rows, Rows
+from phonograph.kernels.fp8_activations import Rows, rows_of
 from phonograph.kernels.triton.launch.precompile import is_compiling
 from phonograph.kernels.triton.ranks.nccl_ranks import NcclRanks, c10d
 from phonograph.kernels.triton.ranks.sum_rows import PARTS, PeerBuffers, sum_rows
@@ -36,8 +36,8 @@ class PeerRanks(NcclRanks):
         device: GPU of this rank, with its index. It must be the current device.
         width: numbers of the rows of the stream.
         dtype: their type.
-        max_rows: most rows that are summed over peer memory; others are summed by NCCL.
-        batch_invariant: sum all rows by one kernel, so that a row's sum does not depend on other rows.
+        max_rows: most rows that are summed over peer memory at a time.
+        in_parts: sum more rows over peer memory too, in parts; else by NCCL.
         neighbours: ranks of `share` and `exchange`.
     """
 
@@ -53,11 +53,11 @@ class PeerRanks(NcclRanks):
         width: int,
         dtype: torch.dtype,
         max_rows: int,
-        batch_invariant: bool,
+        in_parts: bool,
         neighbours: int = 1,
     ) -> None:
         super().__init__(folder, rank, size, device, neighbours=neighbours)
-        self._batch_invariant = batch_invariant
+        self._in_parts = in_parts
         self._side = torch.cuda.Stream(device)
         problem, shape = None, (PARTS, size, max_rows, width)
         for find in (self._peer_problem, partial(self._connect, folder, shape, dtype), self._fill, self._test):
@@ -91,21 +91,16 @@ class PeerRanks(NcclRanks):
         buffers = self._buffers_for(x_TE)
         if buffers is None:
             return False
-        if len(x_TE) > buffers.max_rows:
-            if isinstance(normed, Fp8Rows):
-                return False
-            for start in range(0, len(x_TE), buffers.max_rows):
-                rows = slice(start, start + buffers.max_rows)
-                part = None if normed is None else normed[rows]
-                sum_rows(x_TE[rows], buffers, hidden_TE[rows], factor=factor, weight_E=weight_E, eps=eps, normed=part)
-        else:
-            sum_rows(x_TE, buffers, hidden_TE, factor=factor, weight_E=weight_E, eps=eps, normed=normed)
+        for start in range(0, len(x_TE), buffers.max_rows):
+            rows = slice(start, start + buffers.max_rows)
+            part = None if normed is None else rows_of(normed, rows)
+            sum_rows(x_TE[rows], buffers, hidden_TE[rows], factor=factor, weight_E=weight_E, eps=eps, normed=part)
         return True
 
     def _buffers_for(self, x_TE: torch.Tensor) -> PeerBuffers | None:
         """Return the buffers if rows are summed over peer memory; the sum is then counted as an operation."""
         buffers = self._buffers
-        if buffers is None or not buffers.take(x_TE) or not (self._batch_invariant or len(x_TE) <= buffers.max_rows):
+        if buffers is None or not buffers.take(x_TE) or not (self._in_parts or len(x_TE) <= buffers.max_rows):
             return None
         if not is_compiling():
             self._check("sum", x_TE)
