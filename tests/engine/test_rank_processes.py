@@ -19,8 +19,8 @@ from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.llm import LLM
 from phonograph.engine.process.client import EngineClient
 from phonograph.engine.process.process_client import ProcessClient
-from phonograph.engine.process.ranks import rank_group
-from phonograph.engine.process.ranks.rank_step import Failed
+from phonograph.engine.process.ranks import rank_processes
+from phonograph.engine.process.ranks.rank_process import Failed
 from phonograph.engine.process.thread_client import ThreadClient
 from phonograph.errors import ConfigError, EngineUnavailable, PhonographError, RankError
 
@@ -195,7 +195,7 @@ def test_the_first_error_is_the_reason(
     failures: dict[int, Failed], dead: list[int], stopped: list[int], reason: str
 ) -> None:
     processes: Any = [SimpleNamespace(exitcode=1), SimpleNamespace(exitcode=-signal.SIGKILL)]
-    assert rank_group._cause(processes, failures, dead, stopped) == reason
+    assert rank_processes._cause(processes, failures, dead, stopped) == reason
 
 
 def test_a_program_without_a_guard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from phonograph.kernels.torch.gloo_ranks import CpuRanks
 
 Result = TypeVar("Result")
 SECONDS = 30.0
+_capturing = threading.Lock()
+"""Captures go in turn: a process crashed inside torch when two threads recorded a graph each."""
 
 
 class ThreadRanks(CpuRanks):
@@ -36,6 +38,11 @@ class ThreadRanks(CpuRanks):
     def sum(self, x_TE: torch.Tensor) -> None:
         super().sum(x_TE)
         self.num_sums += 1
+
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        with _capturing, super().recording():
+            yield
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         assert x.is_contiguous()

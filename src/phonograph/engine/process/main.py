@@ -15,6 +15,7 @@ from typing import Any
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.process.framed_socket import EngineSocket
 from phonograph.engine.process.messages import StartFailed
+from phonograph.engine.process.ranks.rank_processes import RankProcesses
 from phonograph.engine.startup.early_start import select_devices, start_early
 from phonograph.errors import PhonographError
 
@@ -50,10 +51,19 @@ def run_core(
                 channel.send(StartFailed(error))
                 return
             start_early()
+        ranks = None
+        if config.tensor_parallel_size > 1:
+            # Their imports run beside those of this process.
+            ranks = RankProcesses(
+                config.tensor_parallel_size,
+                on_gpu=config.device != "cpu",
+                last_words=last_words,
+                on_failure=end,
+            )
         # A late import: the server's process imports this module too, and must not import torch.
         from phonograph.engine.process.run_engine import run_engine
 
-        run_engine(config, channel, owns_process=True, rank=rank, on_rank_failure=end, last_words=last_words)
+        run_engine(config, channel, owns_process=True, rank=rank, on_rank_failure=end, rank_processes=ranks)
 
 
 def _end_with_the_server() -> None:

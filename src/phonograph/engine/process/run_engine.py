@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from phonograph.config.engine_config import EngineConfig
@@ -16,6 +15,7 @@ from phonograph.engine.groups.group_facts import group_facts
 from phonograph.engine.metrics.profiler import Profiler
 from phonograph.engine.process.core_loop import CoreLoop
 from phonograph.engine.process.messages import Begin, Channel, EngineFacts, ModelFacts, Progress, StartFailed
+from phonograph.engine.process.ranks.rank_processes import RankProcesses
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError, PhonographError
@@ -34,7 +34,7 @@ def run_engine(
     owns_process: bool,
     rank: int = 0,
     on_rank_failure: Callable[[str], None],
-    last_words: Connection | None = None,
+    rank_processes: RankProcesses | None = None,
 ) -> None:
     """Start an engine, report its progress, and execute commands until `Stop`.
 
@@ -45,7 +45,7 @@ def run_engine(
         rank: number of the engine among `data_parallel_size`.
         on_rank_failure: called on another thread with the reason when a rank of `tensor_parallel_size` has ended, so
             that no step can run.
-        last_words: of a process of the engine's own: see `RankGroup`.
+        rank_processes: processes of the other ranks, if they have started.
     """
     began = time.perf_counter()
 
@@ -55,7 +55,7 @@ def run_engine(
     publisher = None
     try:
         publisher = _publisher(config, rank)
-        engine = start_engine(config, report, on_rank_failure=on_rank_failure, last_words=last_words)
+        engine = start_engine(config, report, on_rank_failure=on_rank_failure, rank_processes=rank_processes)
     except PhonographError as error:
         if publisher is not None:
             publisher.close()

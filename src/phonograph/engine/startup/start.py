@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from contextlib import nullcontext
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -13,6 +12,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine, build_engine, this_device
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.engine.process.client import StartProgress, no_progress
+from phonograph.engine.process.ranks.rank_processes import RankProcesses
 from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.engine.startup.early_start import pause_collector, resume_collector
 from phonograph.errors import CaptureError, ConfigError, PhonographError, counted
@@ -29,7 +29,7 @@ def start_engine(
     progress: StartProgress = no_progress,
     *,
     on_rank_failure: Callable[[str], None] | None = None,
-    last_words: Connection | None = None,
+    rank_processes: RankProcesses | None = None,
 ) -> Engine:
     """Load the model and capture its graphs. With `verify_graphs`, compare each graph with eager.
 
@@ -38,8 +38,8 @@ def start_engine(
     Args:
         config: of the engine.
         progress: called with the progress of the start.
-        on_rank_failure: see `RankGroup`, as for `last_words`.
-        last_words: takes the reason by which the process of the engine ends, if it is one of its own.
+        on_rank_failure: see `RankGroup`.
+        rank_processes: processes of the other ranks, if they have started.
 
     Raises:
         PhonographError: the configuration, the model or the machine does not allow it; the message says what would
@@ -51,7 +51,7 @@ def start_engine(
         if config.tensor_parallel_size == 1:
             engine = build_engine(plan, progress)
         else:
-            engine = _start_ranks(plan, progress, on_rank_failure, last_words)
+            engine = _start_ranks(plan, progress, on_rank_failure, rank_processes)
     finally:
         resume_collector()
     if config.verify_graphs:
@@ -76,7 +76,7 @@ def _start_ranks(
     plan: EnginePlan,
     progress: StartProgress,
     on_failure: Callable[[str], None] | None,
-    last_words: Connection | None,
+    processes: RankProcesses | None,
 ) -> Engine:
     if plan.device.kind != "cpu":
         _check_devices(plan.config.tensor_parallel_size)
@@ -86,7 +86,7 @@ def _start_ranks(
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         problem = "ranks are processes that import the main file: guard it by `if __name__ == '__main__':`"
         raise ConfigError(SETTING, plan.config.tensor_parallel_size, problem)
-    group = RankGroup(plan, on_failure=on_failure, last_words=last_words)
+    group = RankGroup(plan, processes, on_failure=on_failure)
     try:
         return build_engine(plan, progress, group=group)
     except BaseException:

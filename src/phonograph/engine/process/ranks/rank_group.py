@@ -3,103 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import pickle
-import shutil
-import signal
-import tempfile
-import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from multiprocessing.util import Finalize
-from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.ranks.connect import connect
 from phonograph.engine.process.ranks.lead_runner import LeadRunner
 from phonograph.engine.process.ranks.lead_sleeper import LeadSleeper
-from phonograph.engine.process.ranks.rank_process import POLL_SECONDS, STOPPED_POLLS, Place, is_stopped, run_rank
-from phonograph.engine.process.ranks.rank_step import Capture, Command, Failed, RankSleep, RankWakeUp, Verify
+from phonograph.engine.process.ranks.rank_process import POLL_SECONDS
+from phonograph.engine.process.ranks.rank_processes import RankProcesses
+from phonograph.engine.process.ranks.rank_step import Capture, Command, RankSleep, RankWakeUp, Verify
 from phonograph.errors import PhonographError, RankError, cause_text
 from phonograph.graphs.verification import Mismatch
 
-_OTHERS_SECONDS = 0.5
-"""Time in which other ranks may report errors after the first one was noticed, which may follow from theirs."""
 _CAUSE_SECONDS = 4.0
 """Longest wait for the reason of a failed operation."""
 _CLOSE_SECONDS = 2.0
-
-
-class _Watch:
-    """Thread that takes the answers of the ranks, until one of them ends by itself or `closing` is set.
-
-    It has no reference to the group, so that a group that nothing uses is collected, and its processes end.
-
-    answers:     of the ranks
-    failure:     reason of the end of a rank; set before `failed`
-    abort:       ends what rank 0 waits for when a rank has ended
-    """
-
-    def __init__(
-        self,
-        processes: Sequence[SpawnProcess],
-        replies: Sequence[Connection],
-        on_failure: Callable[[str], None] | None,
-    ) -> None:
-        self.answers: SimpleQueue[object] = SimpleQueue()
-        self.failure: str | None = None
-        self.abort: Callable[[], None] | None = None
-        self.failed, self.closing = threading.Event(), threading.Event()
-        self._processes, self._on_failure = processes, on_failure
-        self._sources = {connection: rank for rank, connection in enumerate(replies, 1)}
-        self._failures: dict[int, Failed] = {}
-        self.thread = threading.Thread(target=self._run, name="phonograph-ranks", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        stopped = [0] * len(self._processes)
-        while not self.closing.is_set():
-            wait([*self._sources, *(process.sentinel for process in self._processes)], POLL_SECONDS)
-            self._take()
-            for index, process in enumerate(self._processes):
-                stopped[index] = stopped[index] + 1 if is_stopped(process.pid) else 0
-            dead = [index for index, process in enumerate(self._processes) if not process.is_alive()]
-            if (self._failures or dead or max(stopped) >= STOPPED_POLLS) and not self.closing.is_set():
-                time.sleep(_OTHERS_SECONDS)
-                self._take()
-                self.fail(_cause(self._processes, self._failures, dead, stopped))
-                return
-
-    def _take(self) -> None:
-        for replies, rank in list(self._sources.items()):
-            try:
-                while replies.poll():
-                    message = replies.recv()
-                    if isinstance(message, Failed):
-                        self._failures[rank] = message
-                    else:
-                        self.answers.put(message)
-            except (EOFError, OSError):
-                del self._sources[replies]
-
-    def fail(self, reason: str) -> None:
-        """End all ranks, unless they have ended."""
-        if self.closing.is_set() or self.failed.is_set():
-            return
-        self.failure = reason
-        for process in self._processes:
-            process.kill()
-        self.failed.set()
-        if self.abort is not None:
-            self.abort()
-        if self._on_failure is not None:
-            self._on_failure(reason)
 
 
 class RankGroup:
@@ -109,40 +33,26 @@ class RankGroup:
 
     Args:
         plan: of the engine; each rank gets it.
-        on_failure: called with the reason when a rank has ended by itself and all are killed, mostly on another
-            thread.
-        last_words: connection by which ranks say why the engine ends, if rank 0's process has only the engine. They
-            then kill a stopped rank 0.
+        processes: of the other ranks; None starts them.
+        on_failure: of processes that are started here; see `RankProcesses`.
     """
 
     def __init__(
-        self, plan: EnginePlan, *, on_failure: Callable[[str], None] | None = None, last_words: Connection | None = None
+        self,
+        plan: EnginePlan,
+        processes: RankProcesses | None = None,
+        *,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        size = plan.config.tensor_parallel_size
-        folder = Path(tempfile.mkdtemp(prefix="phonograph-ranks-"))
-        replies: list[Connection] = []
-        self._commands: list[Connection] = []
+        started = processes or RankProcesses(
+            plan.config.tensor_parallel_size, on_gpu=plan.device.kind != "cpu", on_failure=on_failure
+        )
+        self._commands, self._processes = started.commands, started.processes
         self._runner: weakref.ref[LeadRunner] | None = None
-        self._processes: list[SpawnProcess] = []
-        context = multiprocessing.get_context("spawn")
-        for rank in range(1, size):
-            theirs, commands = context.Pipe(duplex=False)
-            answers_of_rank, answers = context.Pipe(duplex=False)
-            place = Place(rank, str(folder), plan.device.kind != "cpu")
-            process = context.Process(
-                target=run_rank, args=(place, theirs, answers, last_words), name=f"phonograph-rank-{rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            answers.close()
-            self._processes.append(process)
-            self._commands.append(commands)
-            replies.append(answers_of_rank)
-        self._watch = _Watch(self._processes, replies, on_failure)
-        self._end = Finalize(self, _end_all, (self._processes, self._watch, folder), exitpriority=10)
+        self._watch, self._started = started.watch, started
         with self._closed_on_error(), self.first_error():
             self.send(plan)
-            self.ranks = connect(plan, folder, 0)
+            self.ranks = connect(plan, started.folder, 0)
             self._watch.abort = self.ranks.abort
 
     def send(self, message: Command | EnginePlan) -> None:
@@ -239,7 +149,7 @@ class RankGroup:
         if self._watch.abort is not None:
             # Before the folder goes, which threads of the connection read.
             self._watch.abort()
-        self._end()
+        self._started.close()
         self._watch.thread.join()
 
     @contextmanager
@@ -249,28 +159,3 @@ class RankGroup:
         except BaseException:
             self.close()
             raise
-
-
-def _cause(processes: Sequence[SpawnProcess], failures: dict[int, Failed], dead: list[int], stopped: list[int]) -> str:
-    """Return the reason of the end: a rank's own error, a rank that was killed or stopped, or what ranks noticed."""
-    for rank, failed in sorted(failures.items(), key=lambda one: one[1].of_another):
-        if not failed.of_another:
-            return f"rank {rank} failed: {failed.problem}"
-    for index in dead:
-        code = processes[index].exitcode
-        if index + 1 not in failures:
-            how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
-            return f"the process of rank {index + 1} ended {how}"
-    for index, polls in enumerate(stopped):
-        if polls:
-            return f"the process of rank {index + 1} was stopped (SIGSTOP), so that the others waited for it"
-    return next(iter(failures.values())).problem if failures else "a rank ended"
-
-
-def _end_all(processes: Sequence[SpawnProcess], watch: _Watch, folder: Path) -> None:
-    watch.closing.set()
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
-    shutil.rmtree(folder, ignore_errors=True)

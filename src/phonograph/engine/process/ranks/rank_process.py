@@ -31,6 +31,13 @@ class Place(NamedTuple):
     on_gpu: bool
 
 
+class Failed(NamedTuple):
+    """End of a rank by an error; `of_another` is True if it only noticed that another rank is missing."""
+
+    problem: str
+    of_another: bool
+
+
 def run_rank(place: Place, commands: Connection, answers: Connection, last_words: Connection | None) -> None:
     """Run a rank.
 
@@ -47,17 +54,15 @@ def run_rank(place: Place, commands: Connection, answers: Connection, last_words
     if place.on_gpu:
         start_early(place.rank)
     try:
-        plan = pickle.loads(commands.recv_bytes())
         # Imports torch, which takes seconds; by then the rank watches rank 0.
         from phonograph.engine.process.ranks.connect import connect
         from phonograph.engine.process.ranks.follow_rank import serve_rank
 
+        plan = pickle.loads(commands.recv_bytes())
         serve_rank(plan, connect(plan, Path(place.folder), place.rank), commands, answers)
         # Without the end of Python, in which NCCL would wait for the graphs.
         os._exit(0)
     except BaseException as error:
-        from phonograph.engine.process.ranks.rank_step import Failed
-
         own = isinstance(error, PhonographError)
         of_another = isinstance(error, RankError) and error.of_another
         with suppress(OSError):

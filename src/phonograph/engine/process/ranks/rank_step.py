@@ -133,11 +133,4 @@ class RankWakeUp(NamedTuple):
     tags: tuple[str, ...]
 
 
-class Failed(NamedTuple):
-    """End of a rank by an error; `of_another` is True if it only noticed that another rank is missing."""
-
-    problem: str
-    of_another: bool
-
-
 Command = RankStep | Score | Capture | TimeDrafting | Verify | RankSleep | RankWakeUp
