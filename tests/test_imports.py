@@ -72,7 +72,6 @@ PROTOCOLS = {
     "gated_delta.py": "kernels/",
     "layers.py": "kernels/",
     "mamba2.py": "kernels/",
-    "merge_parts.py": "kernels/",
     "prefill.py": "kernels/",
     "route.py": "kernels/",
 }

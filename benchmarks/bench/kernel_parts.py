@@ -12,13 +12,14 @@ KERNEL_PARTS = {
     "_compare_kernel": "attention",
     "_conv_kernel": "attention",
     "_gated_norm_kernel": "attention",
-    "_pack_kernel": "attention",
     "_history_kernel": "attention",
     "_indices_kernel": "attention",
+    "_merge_heads_kernel": "attention",
     "_merge_kernel": "attention",
     "_plan_kernel": "attention",
     "_prefill_kernel": "attention",
     "_quantize_kernel": "attention",
+    "_share_rows_kernel": "attention",
     "_split_kernel": "attention",
     "delta_chunk_kernel": "attention",
     "delta_decode_kernel": "attention",
@@ -85,8 +86,8 @@ LIBRARY_PARTS = (
     ("attention", re.compile(r"flash|fmha|Batch(Prefill|Decode|Paged)|MergeStates", re.IGNORECASE)),
     # cuBLAS and CUTLASS.
     ("products", re.compile(r"nvjet|cublas|cutlass|gemm|gemv|splitK", re.IGNORECASE)),
-    # torch's own kernels, and copies.
-    ("rest", re.compile(r"at::|cub::|thrust::|memcpy|memset", re.IGNORECASE)),
+    # torch's own kernels, copies, and NCCL.
+    ("rest", re.compile(r"at::|cub::|thrust::|memcpy|memset|nccl", re.IGNORECASE)),
 )
 
 

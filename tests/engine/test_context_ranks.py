@@ -29,6 +29,7 @@ DIVIDED: dict[str, Any] = {"decode_context_parallel_size": 2, "block_size": 4}
 LIMITS = Limits(max_model_len=96, max_num_seqs=5, max_num_batched_tokens=40)
 NUM_BLOCKS, SIZE = 40, 4
 QUERIES, CONTEXTS = [1, 1, 3, 17], [0, 45, 2, 31]
+DECODES = [1, 1, 1, 1], [0, 45, 2, 31]
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +71,9 @@ def test_verify_finds_lengths_that_a_graph_has_frozen(monkeypatch: pytest.Monkey
             yield
             local.records = False
 
-    def faulty(self: DividedTensors, common: CommonMetadata) -> None:
+    def faulty(self: DividedTensors, common: CommonMetadata, *, has_step: bool) -> None:
         if not getattr(local, "records", False):
-            write(self, common)
+            write(self, common, has_step=has_step)
 
     monkeypatch.setattr(ThreadRanks, "recording", marked)
     monkeypatch.setattr(DividedTensors, "write", faulty)
@@ -135,10 +136,14 @@ def batch(queries: Sequence[int], contexts: Sequence[int], block_size: int, padd
     )
 
 
+@pytest.mark.parametrize("lens", [(QUERIES, CONTEXTS), DECODES], ids=["mixed", "decodes"])
 @pytest.mark.parametrize("writes", ["write_kv", "a kernel"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_attention_of_ranks_is_that_of_one(num_ranks: int, writes: str) -> None:
-    """Each rank has two query heads; the context, in float64 rounded once, is written by the tokens' slots."""
+def test_attention_of_ranks_is_that_of_one(num_ranks: int, writes: str, lens: tuple[list[int], list[int]]) -> None:
+    """Each rank has two query heads; the context, in float64 rounded once, is written by the tokens' slots.
+
+    Decodes of one token have one part. Some ranks have no key of the shortest.
+    """
     spec = AttentionSpec(
         num_query_heads=2 * num_ranks,
         num_kv_heads=1,
@@ -148,7 +153,8 @@ def test_attention_of_ranks_is_that_of_one(num_ranks: int, writes: str) -> None:
         block_size=num_ranks * SIZE,
         lse=True,
     )
-    common, padding = batch(QUERIES, CONTEXTS, spec.block_size, 3, num_ranks), 3
+    padding = 3 if lens is not DECODES else 1
+    common = batch(*lens, spec.block_size, padding, num_ranks)
     generator = torch.Generator().manual_seed(7)
     num_tokens = common.num_tokens + padding
     query = torch.randn(num_tokens, spec.num_query_heads, 16, generator=generator)

@@ -34,7 +34,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.torch.state.mamba2 import MambaSizes
-from phonograph.kernels.triton.attention import merge_parts, page_indices, prefill, quantize_query, split_batch
+from phonograph.kernels.triton.attention import page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import encoder_rows, fp8_rows, layer_embeddings, layers
 from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
@@ -49,7 +49,10 @@ from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
 from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row, takes_row
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
-from phonograph.kernels.triton.ranks.sum_rows import PARTS, PeerBuffers, sum_rows
+from phonograph.kernels.triton.ranks.merge_heads import merge_heads
+from phonograph.kernels.triton.ranks.peer_buffers import PARTS, PeerBuffers
+from phonograph.kernels.triton.ranks.share_rows import share_rows
+from phonograph.kernels.triton.ranks.sum_rows import sum_rows
 from phonograph.kernels.triton.sampling import bitmask, sample
 from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
@@ -97,10 +100,6 @@ def launch_attention() -> None:
     problem = decode_problem.Problem(shared, CPU)
     problem.run(problem.plan())
     split_batch.split_batch(split_batch.SplitBatch.make(8, CPU), ints(9), ints(8), decode_query_len=1)
-    found, lse = torch.zeros(3, 8, 128, dtype=BF16), torch.zeros(8, 3)
-    parts = merge_parts.pack_parts(found, lse, 2)
-    for own_lse in (None, torch.zeros(4, 3)):
-        merge_parts.merge_parts(parts, found[:, :4].contiguous(), lse[:4], found[:, 4:], own_lse)
     page_indices.page_indices(ints(8, 32), ints(8), ints(300), page_size=16)
     quantize_query.quantize_queries(halves(8, 4, 64), torch.zeros(2), halves(8, 4, 64).to(FP8))
     qkv, cache = halves(8, 8 * 64), halves(2, 4, 16, 2, 64).to(FP8)
@@ -200,6 +199,15 @@ def launch_sums() -> None:
         sum_rows(rows, buffers, halves(8, 512), factor=0.5)
         for normed in (rows, rounded):
             sum_rows(rows, buffers, halves(8, 512), weight_E=weight, eps=1e-6, normed=normed)
+        share_rows(rows, buffers, halves(8, num_ranks, 512))
+        lses = buffers._replace(own=torch.zeros(PARTS, num_ranks, 8, 4))
+        found, lse, out = (
+            halves(8, 4 * num_ranks, 128),
+            torch.zeros(4 * num_ranks, 9)[:, :8],
+            halves(8, 4, 130)[..., :128],
+        )
+        for own in (None, (halves(8, 4, 128), torch.zeros(4, 8))):
+            merge_heads(found, lse, buffers, lses, out, None if own is None else torch.zeros(4, 8), own)
 
 
 def launch_experts() -> None:

@@ -46,7 +46,6 @@ import test_integer_row
 import test_layer_embeddings as layer_embeddings
 import test_mamba2 as mamba2
 import test_masked_sampling as masked
-import test_merge_parts as merge_parts
 import test_page_indices as page_indices
 import test_prepare
 import test_quantize
@@ -75,8 +74,9 @@ FOR_HOPPER = (
     "gemm_ring_small_m._gemm_ring_small_m_kernel",
     "gemv_integer._gemv_integer_kernel",
 )
-FOR_RANKS = "sum_rows._sum_rows_kernel"
-"""Writes into the memory of other ranks, which no argument holds: test_sum_rows.py and test_gpu_ranks.py run it."""
+FOR_RANKS = "sum_rows._sum_rows_kernel", "share_rows._share_rows_kernel", "merge_heads._merge_heads_kernel"
+"""Write into the memory of other ranks, which no argument holds: test_sum_rows.py, test_peer_attention.py and
+test_gpu_ranks.py run them."""
 
 
 def find_kernels() -> dict[int, str]:
@@ -89,7 +89,7 @@ def find_kernels() -> dict[int, str]:
     if not gluon_usable():
         hopper = [key for key, name in found.items() if name in FOR_HOPPER]
         print(f"left out, since they need a Hopper GPU: {', '.join(found.pop(key) for key in hopper)}")
-    return {key: name for key, name in found.items() if name != FOR_RANKS}
+    return {key: name for key, name in found.items() if name not in FOR_RANKS}
 
 
 def watch(launched: set[int]) -> None:
@@ -194,8 +194,6 @@ def run_all(device: torch.device) -> None:
     drafts.test_runs_and_state_are_those_of_the_host(device, 3)
     drafts.test_lookups_are_those_of_the_host(device, 1, 4, 2)
     test_split_batch.test_cut(5, 1)
-    merge_parts.test_each_rank_gets_the_results_of_its_heads(merge_parts.triton_set, 2, 5, 4, 64, dtype, device)
-    merge_parts.test_merged_results_are_those_of_all_keys(merge_parts.triton_set, 3, 3, 7, 40, torch.float16, device)
     page_indices.check(7, 1100, 16, device)
     for case in test_shared_prefixes.CASES[2:4]:
         test_shared_prefixes.test_shared_prefixes(case, device)

@@ -514,7 +514,7 @@ OTHER_TESTS = {
     "fp8_rows._quantize_rows_kernel",
     "quantize_query._quantize_kernel",
     "sum_rows._sum_rows_kernel",
-    *("merge_parts._pack_kernel", "merge_parts._merge_kernel"),
+    *("share_rows._share_rows_kernel", "merge_heads._merge_heads_kernel"),
     "dequantize._dequantize_kernel",
     *(f"encoder_rows.{name}" for name in ("_layer_norm_kernel", "_embed_kernel", "_activate_kernel", "_mean_kernel")),
     *(

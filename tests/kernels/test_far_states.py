@@ -12,7 +12,6 @@ from far_memory import BORDER, far_tensor, gpu_turn, last_programs
 
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.torch.state.mamba2 import MambaSizes
-from phonograph.kernels.triton.attention import merge_parts
 from phonograph.kernels.triton.elementwise import encoder_rows
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.state.mamba2 import mamba2
@@ -63,25 +62,6 @@ def test_rows_of_encoders(device: torch.device) -> None:
     with last_programs(1):
         encoder_rows.mean_rows(table, starts, means)
     assert torch.equal(means[2], rows[1].float())
-
-
-def test_parts_of_ranks(device: torch.device) -> None:
-    """The last token of a step, packed and merged."""
-    torch.manual_seed(1)
-    heads, size = 8, WIDTH // 8
-    found, lse = randn(2, heads, size, device=device), torch.randn(heads, 2, device=device)
-    packed, out = merge_parts.pack_parts(found, lse, 1), torch.zeros_like(found)
-    merge_parts.merge_parts(packed, found.flip(0), lse.flip(1), out, None)
-    far_found, far_out = (far_tensor(TOKENS, heads, size, dtype=found.dtype, device=device) for _ in range(2))
-    far_lse = far_tensor(heads, TOKENS, dtype=lse.dtype, device=device)
-    far_found[-1], far_lse[:, -1] = found[1], lse[:, 1]
-    with last_programs(1):
-        far_packed = merge_parts.pack_parts(far_found, far_lse, 1)
-    assert torch.equal(far_packed[0, -1], packed[0, 1])
-    far_found[-1], far_lse[:, -1] = found[0], lse[:, 0]
-    with last_programs(1):
-        merge_parts.merge_parts(far_packed, far_found, far_lse, far_out, None)
-    assert out[1].any() and torch.equal(far_out[-1], out[1])
 
 
 @pytest.mark.parametrize("mixer", ["gated delta net", "Mamba 2"])

@@ -5,22 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phonograph.kernels.torch.attention import merge_parts as torch_set
-from phonograph.kernels.triton.attention import merge_parts as triton_set
+from phonograph.kernels.torch.attention.merge_parts import merge_parts, pack_parts
 
-SETS = pytest.mark.parametrize("kernels", [torch_set, triton_set], ids=["torch", "triton"])
 SIZES = [(2, 5, 4, 64, torch.float16), (3, 1, 7, 40, torch.float32), (4, 9, 1, 256, torch.float32)]
 
 
-@SETS
 @pytest.mark.parametrize(("num_ranks", "num_tokens", "num_heads", "head_size", "dtype"), SIZES)
 def test_each_rank_gets_the_results_of_its_heads(
-    kernels: object, num_ranks: int, num_tokens: int, num_heads: int, head_size: int, dtype: torch.dtype,
+    num_ranks: int, num_tokens: int, num_heads: int, head_size: int, dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
     found = torch.randn(num_tokens, num_ranks * num_heads, head_size).to(device, dtype)
     lse = torch.randn(num_ranks * num_heads, num_tokens, device=device)
-    packed = kernels.pack_parts(found, lse, num_ranks)  # pyright: ignore[reportAttributeAccessIssue]
+    packed = pack_parts(found, lse, num_ranks)
     assert packed.shape == (num_ranks, num_tokens, num_heads, head_size + 1) and packed.is_contiguous()
     for rank, part in enumerate(packed):
         heads = slice(rank * num_heads, (rank + 1) * num_heads)
@@ -28,10 +25,9 @@ def test_each_rank_gets_the_results_of_its_heads(
         assert torch.equal(part[..., -1], lse[heads].t())
 
 
-@SETS
 @pytest.mark.parametrize(("num_ranks", "num_tokens", "num_heads", "head_size", "dtype"), SIZES)
 def test_merged_results_are_those_of_all_keys(
-    kernels: object, num_ranks: int, num_tokens: int, num_heads: int, head_size: int, dtype: torch.dtype,
+    num_ranks: int, num_tokens: int, num_heads: int, head_size: int, dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
     """A rank without keys, tokens without any, NaN where there are no keys, and outputs that lie apart."""
@@ -51,11 +47,11 @@ def test_merged_results_are_those_of_all_keys(
     own, own_lse = outs[-1].to(device, dtype), lse[-1].t().float().contiguous().to(device)
     memory = torch.full((num_tokens, num_heads, head_size + 8), torch.nan, dtype=dtype, device=device)
     out, got_lse = memory[..., :head_size], torch.full((num_heads, num_tokens), torch.nan, device=device)
-    kernels.merge_parts(parts, own, own_lse, out, got_lse)  # pyright: ignore[reportAttributeAccessIssue]
+    merge_parts(parts, out, got_lse, (own, own_lse))
     most = 2e-3 if dtype is torch.float16 else 1e-5
     assert (out.double().cpu() - wanted).norm() <= most * wanted.norm()
     assert memory[..., head_size:].isnan().all()
     torch.testing.assert_close(got_lse.double().cpu(), wanted_lse, rtol=1e-5, atol=1e-5)
     again = torch.full_like(out, torch.nan)
-    kernels.merge_parts(parts, own, own_lse, again, None)  # pyright: ignore[reportAttributeAccessIssue]
+    merge_parts(parts, again, None, (own, own_lse))
     assert torch.equal(again, out)

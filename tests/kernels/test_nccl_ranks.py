@@ -205,9 +205,9 @@ def test_an_abort_ends_the_wait_for_parts(tmp_path: Path, memory: Memory, monkey
         monkeypatch.setattr(torch.cuda, name, lambda place: nullcontext())
 
     def run(ranks: Any) -> list[int]:
-        limits = [int(ranks._buffers.limit)]
+        limits = [int(ranks._memory.sums.limit)]
         limit = SimpleNamespace(copy_=lambda numbers: limits.extend(numbers.tolist()))
-        ranks._buffers = ranks._buffers._replace(limit=limit)
+        ranks._memory = ranks._memory._replace(sums=ranks._memory.sums._replace(limit=limit))
         ranks.abort()
         assert ranks._nccl.aborted == 1
         return limits

@@ -111,7 +111,10 @@ def test_so_are_those_of_speculation(reports: dict[str, dict[str, Any]]) -> None
 
 def test_so_are_those_of_ranks(reports: dict[str, dict[str, Any]]) -> None:
     """Sums over peer memory with and without a norm; with one KV head also parts of attention and their merge."""
-    kernels = {"ranks": {"_sum_rows_kernel"}, "divided": {"_sum_rows_kernel", "_pack_kernel", "_merge_kernel"}}
+    kernels = {
+        "ranks": {"_sum_rows_kernel"},
+        "divided": {"_sum_rows_kernel", "_share_rows_kernel", "_merge_heads_kernel"},
+    }
     for name, launched in kernels.items():
         found = reports[name]
         few, every, captured, eager = (set(found[kind]) for kind in ("few", "every", "captured", "eager"))

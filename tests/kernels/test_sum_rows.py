@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_peers import FakePeers, peer_buffers
 from far_memory import BORDER, far_tensor, last_programs
 
 sum_rows = pytest.importorskip("phonograph.kernels.triton.ranks.sum_rows")
@@ -22,46 +23,22 @@ def bounded() -> None:
     """Ranks write into each other's memory, which no argument holds."""
 
 
-class Peers:
-    """Buffers of all ranks in one process.
-
-    A rank waits for the others inside its kernel. Here each runs alone, so that the parts of the others are put into
-    its buffer first, as their kernels do later.
-    """
+class Peers(FakePeers):
+    """Buffers of sums."""
 
     def __init__(self, num_ranks: int, width: int, dtype: torch.dtype) -> None:
-        shape = sum_rows.PARTS, num_ranks, MAX_ROWS, width
-        self.buffers = [torch.full(shape, -0.0, dtype=dtype) for _ in range(num_ranks)]
-        addresses = torch.tensor([buffer.data_ptr() for buffer in self.buffers])
-        assert (addresses % 16 == 0).all()
-        self.ranks = [
-            sum_rows.PeerBuffers(
-                own=buffer,
-                offsets=(addresses - addresses[rank]) // dtype.itemsize,
-                counters=torch.zeros(MAX_ROWS, dtype=torch.int32),
-                limit=torch.tensor([3], dtype=torch.int32),
-                rank=rank,
-            )
-            for rank, buffer in enumerate(self.buffers)
-        ]
+        super().__init__(num_ranks, MAX_ROWS, width, dtype)
 
     def run(self, rank: int, parts: list[torch.Tensor], **arguments: Any) -> torch.Tensor:
-        """Run the kernel of a rank on its part; check what it sends, and what it leaves in its buffer."""
-        ranks, (count, _) = self.ranks, parts[rank].shape
-        turns = ranks[rank].counters[:count].clone()
-        for other, part in enumerate(parts):
-            for row, turn in enumerate(turns.tolist()):
-                if other != rank:
-                    ranks[rank].own[turn, other, row] = part[row] + 0.0
+        """Run the kernel of a rank on its part."""
+        counters = self.ranks[rank].counters[: len(parts[rank])]
+        turns = counters.tolist()
+        others = [other for other in range(len(parts)) if other != rank]
+        self.put(rank, {other: parts[other] for other in others}, turns)
         x_TE = parts[rank].clone()
-        sum_rows.sum_rows(x_TE, ranks[rank], **arguments)
-        for row, turn in enumerate(turns.tolist()):
-            for other, peer in enumerate(ranks):
-                if other != rank:
-                    assert torch.equal(peer.own[turn, rank, row], parts[rank][row])
-                    cleared = ranks[rank].own[(turn + 2) % 3, other, row]
-                    assert (cleared == 0).all() and cleared.signbit().all()
-        assert ranks[rank].counters[:count].tolist() == [(turn + 1) % 3 for turn in turns.tolist()]
+        sum_rows.sum_rows(x_TE, self.ranks[rank], **arguments)
+        self.check(rank, dict.fromkeys(others, parts[rank]), turns)
+        assert counters.tolist() == [(turn + 1) % 3 for turn in turns]
         return x_TE
 
 
@@ -127,11 +104,11 @@ def test_rows_far_behind_the_first_ones() -> None:
     """The last rows of a step of more than 2^31 numbers, in buffers of as many."""
     width = 1024
     rows, dtype, device = BORDER // width + 2, torch.float16, torch.device("cpu")
-    own, other = (far_tensor(sum_rows.PARTS, 2, rows, width, dtype=dtype, device=device) for _ in range(2))
+    own, other = (far_tensor(peer_buffers.PARTS, 2, rows, width, dtype=dtype, device=device) for _ in range(2))
     x_TE, hidden_TE = (far_tensor(rows, width, dtype=dtype, device=device) for _ in range(2))
     mine, theirs = torch.randn(2, 2, width).to(dtype)
     x_TE[-2:], own[0, 1, -2:] = mine, theirs
-    buffers = sum_rows.PeerBuffers(
+    buffers = peer_buffers.PeerBuffers(
         own=own,
         offsets=torch.tensor([0, (other.data_ptr() - own.data_ptr()) // 2]),
         counters=torch.zeros(rows, dtype=torch.int32),

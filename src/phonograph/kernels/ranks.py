@@ -75,14 +75,36 @@ class Ranks(Protocol):
         """
         ...
 
-    def share(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Bring the parts of neighbours together on each of them.
+    def share(self, part_THD: torch.Tensor, out_TXD: torch.Tensor) -> None:
+        """Bring the heads of neighbours together on each of them.
 
         Args:
-            part: part of this rank, contiguous.
-            out: [N, ...], parts of the N ranks that have the same number // N.
+            part_THD: heads of this rank.
+            out_TXD: [T, N * H, D], contiguous: those of the N ranks that have the same number // N.
         """
         ...
+
+    def merge_heads(
+        self,
+        found_TXD: torch.Tensor,
+        lse_XT: torch.Tensor,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None,
+        own: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> bool:
+        """Merge attention of neighbours to parts of the keys by one kernel, if there is one for it.
+
+        Args:
+            found_TXD: outputs of the heads of all N neighbours over the keys of this rank, contiguous.
+            lse_XT: their log-sum-exps, float32.
+            out_THD: receives the outputs of the heads of this rank.
+            lse_HT: receives their log-sum-exps, or None.
+            own: outputs and log-sum-exps of this rank's heads over other keys.
+
+        Returns:
+            False if nothing was done.
+        """
+        return False
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Send a part to each neighbour, and receive one from each.
@@ -147,11 +169,12 @@ def gather_ranks(part_NP: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.
     return part_NP if out_NV is None else out_NV
 
 
-def share_ranks(part: torch.Tensor, count: int, ranks: Ranks) -> torch.Tensor:
-    """Return [count, ...], the parts of this rank and its neighbours; see `Ranks.share`."""
-    out = part.new_empty((count, *part.shape))
-    torch.ops.phonograph.share_ranks.default(part, out, ranks.number)
-    return out
+def share_ranks(part_THD: torch.Tensor, count: int, ranks: Ranks) -> torch.Tensor:
+    """Return [T, count * H, D], the heads of this rank and its neighbours; see `Ranks.share`."""
+    num_tokens, num_heads, head_size = part_THD.shape
+    out_TXD = part_THD.new_empty(num_tokens, count * num_heads, head_size)
+    torch.ops.phonograph.share_ranks.default(part_THD, out_TXD, ranks.number)
+    return out_TXD
 
 
 def exchange_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -199,8 +222,8 @@ def _gather(part_NP: torch.Tensor, out_NV: torch.Tensor | None, number: int) -> 
     _by_number[number].gather(part_NP, out_NV)
 
 
-def _share(part: torch.Tensor, out: torch.Tensor, number: int) -> None:
-    _by_number[number].share(part, out)
+def _share(part_THD: torch.Tensor, out_TXD: torch.Tensor, number: int) -> None:
+    _by_number[number].share(part_THD, out_TXD)
 
 
 def _exchange(x: torch.Tensor, out: torch.Tensor, number: int) -> None:

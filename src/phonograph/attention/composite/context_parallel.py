@@ -7,8 +7,9 @@ merged by their log-sum-exps:
   neighbour the results of its heads.
 - The tokens of the step, causally. Every rank has their keys, in pages that live for one step.
 
-So no kernel must know which positions a rank has. Lengths and slots of both parts are computed from the batch's tensors
-at the head of the step, inside the graph. Inner backends see batches like others.
+So no kernel must know which positions a rank has. Decodes of one token have one part: the new token is the last of the
+context, on the rank that keeps it. Lengths and slots of the parts are computed from the batch's tensors at the head of
+the step, inside the graph. Inner backends see batches like others.
 
 Shapes: N ranks, T tokens, R sequences, H query heads of a rank, K its KV heads, D head size, S tokens of a rank's page.
 A block of the engine has N * S tokens, of which each rank keeps S in one page.
@@ -17,9 +18,8 @@ A block of the engine has N * S tokens, of which each rank keeps S in one page.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any
 
+import numpy as np
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
@@ -27,8 +27,9 @@ from phonograph.attention.backend import AnyBackend, AttentionBackend, Attention
 from phonograph.attention.metadata import AnyBuilder, AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.core.blocks import blocks_for
 from phonograph.core.limits import Limits
-from phonograph.graphs.modes import GraphKey
+from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.ranks import Ranks, exchange_ranks, share_ranks
+from phonograph.kernels.torch.attention.merge_parts import merge_parts, pack_parts
 
 
 def context_spec(spec: AttentionSpec, num_ranks: int) -> AttentionSpec:
@@ -48,14 +49,20 @@ def step_cache_bytes(spec: AttentionSpec, limits: Limits) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedMetadata(AttentionMetadata):
-    """Batch with the metadata of its two parts: a rank's part of the context, and the tokens of the step."""
+    """Batch with the metadata of its parts: a rank's part of the context, and the tokens of the step.
+
+    step: None if the context has them, in a batch of decodes of one token
+    """
 
     context: AttentionMetadata
-    step: AttentionMetadata
+    step: AttentionMetadata | None
 
 
 class DividedTensors:
-    """Lengths, slots and pages of both parts, in static memory.
+    """Lengths, slots and pages of the parts, in static memory.
+
+    lse_XT: log-sum-exps of decodes of one token; minus infinity at the head of a step, where sequences without keys on
+        this rank have it to its end
 
     Args:
         spec: attention of a rank.
@@ -72,35 +79,40 @@ class DividedTensors:
         most_seqs, most_tokens, self._size = limits.max_num_seqs, limits.max_num_batched_tokens, spec.block_size
         self._rank, self._num_ranks, self._last_page = rank, num_ranks, step_pages(spec, limits) - 1
         self._context_lens, self._step_lens = integers(most_seqs), integers(most_seqs)
+        heads = num_ranks * spec.num_query_heads
+        self.lse_XT = torch.zeros(heads, most_seqs, dtype=torch.float32, device=device)
         self._pages = integers(most_seqs, blocks_for(most_tokens, spec.block_size))
         self._slots, self._step_slots = (integers(most_tokens, dtype=torch.int64) for _ in range(2))
         self._page_numbers, self._tokens = (
             torch.arange(count, device=device) for count in (self._pages.shape[1], most_tokens)
         )
 
-    def parts(self, common: CommonMetadata) -> tuple[CommonMetadata, CommonMetadata]:
-        """Return the batches of the context and of the step, over this memory, which `write` fills."""
-        num_slots, num_tokens = len(common.seq_lens), len(common.slot_mapping)
-        starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
-        step_lens = starts[1:] - starts[:-1]
-        context_lens = (lens - step_lens + self._num_ranks - 1 - self._rank) // self._num_ranks
-        context = replace(
+    def context_part(self, common: CommonMetadata, *, has_step: bool) -> CommonMetadata:
+        """Return the batch of the context over this memory, which `write` fills. `has_step` adds the step's tokens."""
+        lens = common.seq_lens_cpu
+        if not has_step:
+            lens = lens - np.diff(common.query_start_loc_cpu)
+        lens = (lens + self._num_ranks - 1 - self._rank) // self._num_ranks
+        return replace(
             common,
-            max_seq_len=int(context_lens.max(initial=0)),
-            seq_lens=self._context_lens[:num_slots],
-            slot_mapping=self._slots[:num_tokens],
-            seq_lens_cpu=context_lens,
+            max_seq_len=int(lens.max(initial=0)),
+            seq_lens=self._context_lens[: len(common.seq_lens)],
+            slot_mapping=self._slots[: len(common.slot_mapping)],
+            seq_lens_cpu=lens,
             causal=False,
         )
-        step = replace(
+
+    def step_part(self, common: CommonMetadata) -> CommonMetadata:
+        """Return the batch of the step over this memory, which `write` fills."""
+        num_slots = len(common.seq_lens)
+        return replace(
             common,
             max_seq_len=common.max_query_len,
             seq_lens=self._step_lens[:num_slots],
             block_table=self._pages[:num_slots],
-            slot_mapping=self._step_slots[:num_tokens],
-            seq_lens_cpu=step_lens,
+            slot_mapping=self._step_slots[: len(common.slot_mapping)],
+            seq_lens_cpu=np.diff(common.query_start_loc_cpu),
         )
-        return context, step
 
     def local_slots(self, slots_T: torch.Tensor) -> torch.Tensor:
         """Return the slots in this rank's pages for slots in blocks of all ranks; -1 where another rank has the token.
@@ -113,14 +125,18 @@ class DividedTensors:
         is_own = (slots_T >= 0) & (token % num_ranks == self._rank)
         return torch.where(is_own, block * size + token // num_ranks, -1)
 
-    def write(self, common: CommonMetadata) -> None:
-        """Compute lengths, slots and pages of both parts from the batch's tensors."""
+    def write(self, common: CommonMetadata, *, has_step: bool) -> None:
+        """Compute lengths, slots and pages of the parts from the batch's tensors; see `context_part`."""
         num_slots, num_tokens, starts = len(common.seq_lens), len(common.slot_mapping), common.query_start_loc
-        step_lens = starts[1 : num_slots + 1] - starts[:num_slots]
-        context_lens = common.seq_lens - step_lens + (self._num_ranks - 1 - self._rank)
-        self._context_lens[:num_slots] = context_lens // self._num_ranks
-        self._step_lens[:num_slots] = step_lens
         self._slots[:num_tokens] = self.local_slots(common.slot_mapping)
+        lens = common.seq_lens + (self._num_ranks - 1 - self._rank)
+        if has_step:
+            self._context_lens[:num_slots] = lens // self._num_ranks
+            self.lse_XT.fill_(-torch.inf)
+            return
+        step_lens = starts[1 : num_slots + 1] - starts[:num_slots]
+        self._context_lens[:num_slots] = (lens - step_lens) // self._num_ranks
+        self._step_lens[:num_slots] = step_lens
         num_pages = (step_lens + (self._size - 1)) // self._size
         first_page = num_pages.cumsum(0) - num_pages
         self._pages[:num_slots] = (first_page.unsqueeze(1) + self._page_numbers).clamp_(max=self._last_page)
@@ -131,15 +147,18 @@ class DividedTensors:
 
 
 class DividedMetadataBuilder(MetadataBuilder[DividedMetadata]):
-    """Builder of both parts, each by its own backend's builder."""
+    """Builder of the parts, each by its own backend's builder."""
 
     def __init__(self, context: AnyBuilder, step: AnyBuilder, tensors: DividedTensors) -> None:
         self._context, self._step, self._tensors = context, step, tensors
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> DividedMetadata:
-        context, step = self._tensors.parts(common)
+        # As the key says, so that a step that runs beside pieces has the parts that these have.
+        single = common.max_query_len <= 1 if key is None else key.graphs is GraphSet.DECODE and key.query_len == 1
         return DividedMetadata(
-            common=common, context=self._context.build(context, key=key), step=self._step.build(step, key=key)
+            common=common,
+            context=self._context.build(self._tensors.context_part(common, has_step=single), key=key),
+            step=None if single else self._step.build(self._tensors.step_part(common), key=key),
         )
 
 
@@ -168,9 +187,6 @@ class ContextParallelBackend(AttentionBackend[DividedMetadata]):
         self.capabilities = self._step.capabilities
         self.reads_on_host = self._step.reads_on_host
         self._ranks, self._num_ranks = ranks, num_ranks
-        # Triton is installed where there is a GPU.
-        kernels = "triton" if device.type == "cuda" else "torch"
-        self._kernels: Any = import_module(f"phonograph.kernels.{kernels}.attention.merge_parts")
         self.tensors = DividedTensors(spec, limits, device, ranks.rank % num_ranks, num_ranks)
         shape = 2, step_pages(spec, limits), spec.block_size, spec.num_kv_heads, spec.head_size
         self._step_cache = torch.zeros(shape, dtype=getattr(torch, spec.kv_cache_dtype), device=device)
@@ -181,25 +197,30 @@ class ContextParallelBackend(AttentionBackend[DividedMetadata]):
         return DividedMetadataBuilder(self._context.make_builder(), self._step.make_builder(), self.tensors)
 
     def schedule(self, metadata: DividedMetadata) -> None:
-        self.tensors.write(metadata.common)
+        self.tensors.write(metadata.common, has_step=metadata.step is None)
         self._context.schedule(metadata.context)
-        self._step.schedule(metadata.step)
+        if metadata.step is not None:
+            self._step.schedule(metadata.step)
 
     def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[DividedMetadata]) -> None:
         layer, kv_cache, metadata = call
         self._context.write_kv(key_TKD, value_TKD, AttentionCall(layer, kv_cache, metadata.context))
-        self._step.write_kv(key_TKD, value_TKD, AttentionCall(layer, self._step_cache, metadata.step))
+        if metadata.step is not None:
+            self._step.write_kv(key_TKD, value_TKD, AttentionCall(layer, self._step_cache, metadata.step))
 
     def kv_places(
         self, call: AttentionCall[DividedMetadata], slot_mapping: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        metadata = call.metadata
+        if metadata.step is None:
+            return call.kv_cache, metadata.context.common.slot_mapping[: len(slot_mapping)]
         self._copies = True
-        return self._step_cache, call.metadata.step.common.slot_mapping[: len(slot_mapping)]
+        return self._step_cache, metadata.step.common.slot_mapping[: len(slot_mapping)]
 
-    def _copy_step(self, call: AttentionCall[DividedMetadata]) -> None:
+    def _copy_step(self, call: AttentionCall[DividedMetadata], step: AttentionMetadata) -> None:
         """Copy keys and values of this rank's tokens from the cache of the step."""
         layer, kv_cache, metadata = call
-        slots = metadata.step.common.slot_mapping.clamp(min=0)
+        slots = step.common.slot_mapping.clamp(min=0)
         key_TKD, value_TKD = (plane.flatten(0, 1).index_select(0, slots) for plane in self._step_cache)
         self._context.write_kv(key_TKD, value_TKD, AttentionCall(layer, kv_cache, metadata.context))
 
@@ -210,23 +231,32 @@ class ContextParallelBackend(AttentionBackend[DividedMetadata]):
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        if self._copies:
-            self._copy_step(call)
         layer, kv_cache, metadata = call
-        num_ranks = self._num_ranks
-        query_NTHD = share_ranks(query_THD.contiguous(), num_ranks, self._ranks)
-        # Of one head a rank, `flatten` returns a view, whose heads lie far apart.
-        query_TXD = query_NTHD.transpose(0, 1).flatten(1, 2).contiguous()
-        found_TXD, lse_XT = self._attend(self._context, query_TXD, AttentionCall(layer, kv_cache, metadata.context))
-        # The log-sum-exps travel with the results.
-        parts_NTHF = exchange_ranks(self._kernels.pack_parts(found_TXD, lse_XT, num_ranks), self._ranks)
-        own_THD, own_HT = self._attend(self._step, query_THD, AttentionCall(layer, self._step_cache, metadata.step))
-        self._kernels.merge_parts(parts_NTHF, own_THD, own_HT, out_THD, lse_HT)
+        step, own, static_XT = metadata.step, None, None
+        if step is None:
+            static_XT = self.tensors.lse_XT[:, : len(query_THD)]
+        elif self._copies:
+            self._copy_step(call, step)
+        query_TXD = share_ranks(query_THD, self._num_ranks, self._ranks)
+        context = AttentionCall(layer, kv_cache, metadata.context)
+        found_TXD, lse_XT = _attend(self._context, query_TXD, context, static_XT)
+        if step is not None:
+            own = _attend(self._step, query_THD, AttentionCall(layer, self._step_cache, step))
+        if not self._ranks.merge_heads(found_TXD, lse_XT, out_THD, lse_HT, own):
+            # The log-sum-exps travel with the results.
+            parts_NTHF = exchange_ranks(pack_parts(found_TXD, lse_XT, self._num_ranks), self._ranks)
+            merge_parts(parts_NTHF, out_THD, lse_HT, own)
 
-    def _attend(
-        self, backend: AnyBackend, query_THD: torch.Tensor, call: AttentionCall[AttentionMetadata]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out_THD = torch.empty_like(query_THD) if backend.clears_padding else torch.zeros_like(query_THD)
+
+def _attend(
+    backend: AnyBackend,
+    query_THD: torch.Tensor,
+    call: AttentionCall[AttentionMetadata],
+    lse_HT: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs and log-sum-exps. `lse_HT` has minus infinity where there are no keys; None for new memory."""
+    out_THD = query_THD.new_empty(query_THD.shape) if backend.clears_padding else query_THD.new_zeros(query_THD.shape)
+    if lse_HT is None:
         lse_HT = torch.full(query_THD.shape[1::-1], -torch.inf, dtype=torch.float32, device=query_THD.device)
-        backend.forward(query_THD, call, out_THD, lse_HT)
-        return out_THD, lse_HT
+    backend.forward(query_THD, call, out_THD, lse_HT)
+    return out_THD, lse_HT

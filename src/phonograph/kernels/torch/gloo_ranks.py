@@ -49,11 +49,12 @@ class CpuRanks(Ranks):
                 into = out_NV[:, rank * size : (rank + 1) * size]
                 into.copy_(part[:, : into.shape[1]])
 
-    def share(self, part: torch.Tensor, out: torch.Tensor) -> None:
+    def share(self, part_THD: torch.Tensor, out_TXD: torch.Tensor) -> None:
         if self._recording:
             return
-        self._check("share", part)
-        torch.stack(self._neighbours(part, len(out)), out=out)
+        self._check("share", part_THD)
+        count = out_TXD.shape[1] // part_THD.shape[1]
+        torch.cat(self._neighbours(part_THD.contiguous(), count), 1, out=out_TXD)
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if self._recording:

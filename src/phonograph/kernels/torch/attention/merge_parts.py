@@ -22,22 +22,23 @@ def pack_parts(found_TXD: torch.Tensor, lse_XT: torch.Tensor, num_ranks: int) ->
 
 def merge_parts(
     parts_NTHF: torch.Tensor,
-    own_THD: torch.Tensor,
-    own_HT: torch.Tensor,
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
+    own: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Merge results over the keys of each rank, and over the keys of the step.
+    """Merge results over the keys of each rank, and over other keys.
 
     Args:
-        parts_NTHF: see `pack_parts`.
-        own_THD: outputs over the keys of the step.
-        own_HT: their log-sum-exps, float32; minus infinity has no keys, and then any output.
+        parts_NTHF: see `pack_parts`. A log-sum-exp of minus infinity has no keys, and then any output.
         out_THD: receives the outputs; 0 without any keys.
         lse_HT: receives the log-sum-exps, or None.
+        own: outputs [T, H, D] and log-sum-exps [H, T], float32, over other keys.
     """
-    own_THF = torch.cat([own_THD.float(), own_HT.t().unsqueeze(-1)], -1)
-    all_XTHF = torch.cat([parts_NTHF, own_THF.unsqueeze(0)])
+    all_XTHF = parts_NTHF
+    if own is not None:
+        own_THD, own_HT = own
+        own_THF = torch.cat([own_THD.float(), own_HT.t().unsqueeze(-1)], -1)
+        all_XTHF = torch.cat([parts_NTHF, own_THF.unsqueeze(0)])
     lse_XTH = all_XTHF[..., -1]
     total_TH = lse_XTH.logsumexp(0)
     # Rows of padding have no keys, and any numbers.

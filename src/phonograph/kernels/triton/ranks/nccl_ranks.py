@@ -80,9 +80,9 @@ class NcclRanks(GlooRanks):
         self.gather(numbers, torch.empty(self.size, self.size, device=self.device))
         self.broadcast(numbers)
         if self._num_neighbours > 1:
-            shared = torch.empty(self._num_neighbours, 1, device=self.device)
-            self.share(numbers[0], shared)
-            self.exchange(shared.clone(), shared)
+            shared = torch.empty(1, self._num_neighbours, 1, device=self.device)
+            self.share(numbers[:1].view(1, 1, 1), shared)
+            self.exchange(shared.view(-1, 1).clone(), shared.view(-1, 1))
         torch.cuda.synchronize(self.device)
         if float(numbers[0]) != self.size:
             raise RuntimeError(f"a sum of ones over {self.size} ranks gave {float(numbers[0])}")
@@ -116,11 +116,15 @@ class NcclRanks(GlooRanks):
         self._check("broadcast", words)
         _enqueue(self._nccl.broadcast, c10d.BroadcastOptions(), [words])
 
-    def share(self, part: torch.Tensor, out: torch.Tensor) -> None:
+    def share(self, part_THD: torch.Tensor, out_TXD: torch.Tensor) -> None:
         if is_compiling():
             return
-        self._check("share", part)
-        _enqueue(self._near._allgather_base, c10d.AllgatherOptions(), out.view(-1), part.view(-1))
+        self._check("share", part_THD)
+        num_tokens, num_heads, head_size = part_THD.shape
+        parts_NTHD = part_THD.new_empty(self._num_neighbours, num_tokens, num_heads, head_size)
+        own = part_THD.reshape(-1)
+        _enqueue(self._near._allgather_base, c10d.AllgatherOptions(), parts_NTHD.view(-1), own)
+        out_TXD.view(num_tokens, -1, num_heads, head_size).copy_(parts_NTHD.transpose(0, 1))
 
     def exchange(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if is_compiling():
