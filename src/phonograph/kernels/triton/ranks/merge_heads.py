@@ -7,7 +7,8 @@ operations of torch.
 Shapes: T tokens, W ranks, H query heads of a rank, X = W * H, D head size.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -14,7 +14,8 @@ Shapes: W ranks that exchange rows, R most rows at a time, F numbers of a row.
     buffer of rank 1, part t     | from rank 0, row 0 | row 1 | ... | from rank 1: unused | from rank 2, row 0 | ...
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -3,7 +3,8 @@
 Shapes: T rows, F numbers of a rank's row, W ranks.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -7,6 +7,7 @@ the residual stream, and norms the result for the product that follows.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
