@@ -7,6 +7,7 @@
 times for a case of one provider the best is drawn. --steps takes a file of `python -m bench step --output`: the parts
 of a step, and products and attention under the roofline of an H200. --serving is what `serve_vs_vllm.py` wrote: how
 many times as good our server is, by workload. --products is what `products_beside_vllm.py` wrote: time over rows.
+--sums is what `sum_over_ranks.py` wrote: time of a sum over rows.
 """
 
 from __future__ import annotations
@@ -165,6 +166,13 @@ def products_chart(record: dict[str, Any]) -> Axes | None:
     return panel_chart(title, "rows", y_label, panels, 4, line) if panels else None
 
 
+def sums_chart(record: dict[str, Any]) -> Axes:
+    """Microseconds of a sum over ranks in a graph, over its rows."""
+    names = {"nccl_us": "NCCL", "peer_us": "peer memory", "peer_norm_us": "with residual and norm"}
+    series = {name: [(row["rows"], row[key]) for row in record["sums"]] for key, name in names.items()}
+    return line_chart(f"Sum of rows of {record['width']} over {record['ranks']} GPUs", "rows", "us", series)
+
+
 def main(tokens: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versus", type=Path)
@@ -172,6 +180,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=Path)
     parser.add_argument("--serving", type=Path)
     parser.add_argument("--products", type=Path)
+    parser.add_argument("--sums", type=Path)
     parser.add_argument("--folder", type=Path, default=PLOTS)
     arguments = parser.parse_args(tokens)
     charts: dict[str, Axes | None] = {}
@@ -187,6 +196,8 @@ def main(tokens: Sequence[str] | None = None) -> None:
         charts["serving"] = serving_chart(json.loads(arguments.serving.read_text(encoding="utf-8")))
     if arguments.products is not None:
         charts["products"] = products_chart(json.loads(arguments.products.read_text(encoding="utf-8")))
+    if arguments.sums is not None:
+        charts["sums"] = sums_chart(json.loads(arguments.sums.read_text(encoding="utf-8")))
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name, chart in charts.items():
         if chart is None:

@@ -315,6 +315,15 @@ def test_charts_of_results(benchmark_script: Load, tmp_path: Path) -> None:
     assert not (tmp_path / "others" / "attention.svg").exists()
 
 
+def test_a_chart_of_sums(tmp_path: Path, benchmark_script: Load) -> None:
+    file = tmp_path / "sums.json"
+    sums = [{"rows": rows, "nccl_us": 7.0 * rows, "peer_us": 3.0, "peer_norm_us": 4.0} for rows in (1, 64)]
+    file.write_text(json.dumps({"ranks": 2, "width": 512, "sums": sums}))
+    benchmark_script("plot_results").main(["--sums", str(file), "--folder", str(tmp_path)])
+    text = (tmp_path / "sums.svg").read_text()
+    assert ">NCCL<" in text and ">64<" in text and "512 over 2 GPUs" in text
+
+
 def test_a_chart_of_servers(tmp_path: Path, benchmark_script: Load) -> None:
     def row(workload: str, case: str, figure: str, ratio: float) -> dict[str, object]:
         return {"workload": workload, "case": case, "figure": figure, "ratio": ratio}
