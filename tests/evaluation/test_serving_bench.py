@@ -266,6 +266,16 @@ def test_prompts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["--endpoint", "/v1/chat/completions", "--prompt-format", "tokens"], "prompt_format='tokens'"),
         (["--dataset-name", "jsonl"], "dataset_path is required with dataset_name='jsonl'"),
         (["--dataset-path", "x"], "dataset_path="),
+        (["--dataset-name", "trace"], "dataset_path is required with dataset_name='trace'"),
+        (
+            ["--dataset-name", "trace", "--dataset-path", "x.jsonl", "--request-rate", "2"],
+            "request_rate=2.0: contradicts",
+        ),
+        (["--dataset-name", "trace", "--dataset-path", "x.txt"], "dataset_path='x.txt': must be a .jsonl file of"),
+        (
+            ["--dataset-name", "trace", "--dataset-path", "x.jsonl", "--endpoint", "/v1/chat/completions"],
+            "dataset_name='trace': has prompts of token ids, for endpoint=/v1/completions alone",
+        ),
         (["--extra-body", "[1]"], "extra_body='[1]'"),
         (["--input-len", "4090"], "max_model_len=4096"),
         (["--base-url", "nowhere"], "base_url='nowhere'"),
@@ -283,6 +293,21 @@ def test_a_mistake_is_one_line_and_nothing_is_sent(
         assert server.bodies == []
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("phonograph: error: ") and problem in line
+
+
+def test_a_trace_is_sent_at_its_times_with_equal_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, rows = tmp_path / "trace.jsonl", [(0, 520, 3, [7, 8]), (300, 20, 2, []), (600, 600, 1, [7, 9])]
+    names = "timestamp", "input_length", "output_length", "hash_ids"
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    with scripted(_answer) as server:
+        flags = ["--base-url", server.url, "--dataset-name", "trace", "--dataset-path", str(path), "--json"]
+        assert main(["bench", "serve", *flags, "--num-warmups", "0", "--save-detailed"]) == 0
+        bodies = list(server.bodies)
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in bodies] == [(520, 3), (20, 2), (600, 1)]
+    first, _, third = (body["prompt"] for body in bodies)
+    assert first[:512] == third[:512] and first[512:] != third[512:520] and all(body["ignore_eos"] for body in bodies)
+    facts = json.loads(capsys.readouterr().out)
+    assert 0.5 < facts["duration"] < 5
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from phonograph.bench.serving.lengths import sharegpt_like_lengths
 from phonograph.bench.serving.recordings import noise, read_recordings
 from phonograph.bench.serving.serving_metrics import details, embedding_metrics, serving_metrics, speech_metrics
 from phonograph.bench.serving.settings import BACKENDS, BOUNDARY, ServingBench, ServingRequest
-from phonograph.bench.serving.workload import random_prompts, read_requests
+from phonograph.bench.serving.workload import random_prompts, random_tokens, read_requests, traced_requests
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
 from phonograph.text.tokenizer import Tokenizer, load_tokenizer
@@ -48,8 +48,11 @@ async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str
     kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"} if bench.hears else {}
     client = load.Client(target=target, path=bench.endpoint, headers=headers | kind, timeout=bench.request_timeout)
     bodies = [bench.body(request, model) for request in requests]
-    rng = random.Random(f"arrivals {bench.seed}")
-    due = load.arrival_times(rng, len(bodies), rate=bench.request_rate, burstiness=bench.burstiness)
+    if bench.dataset_name == "trace":
+        due = [request.due for request in requests]
+    else:
+        rng = random.Random(f"arrivals {bench.seed}")
+        due = load.arrival_times(rng, len(bodies), rate=bench.request_rate, burstiness=bench.burstiness)
     await load.warm_up(client, [bench.body(request, model) for request in warmups], bench.max_concurrency)
     result = await load.offer(client, bodies, due, max_concurrency=bench.max_concurrency, progress=progress)
     backend = BACKENDS[bench.endpoint]
@@ -67,7 +70,7 @@ async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str
         "server": {name: served.get(name) for name in ("owned_by", "root", "max_model_len")},
         "dataset_name": bench.dataset_name,
         "num_prompts": len(requests),
-        "request_rate": "inf" if math.isinf(bench.request_rate) else bench.request_rate,
+        "request_rate": _rate(bench),
         "burstiness": "inf" if math.isinf(bench.burstiness) else bench.burstiness,
         "max_concurrency": bench.max_concurrency,
         "seed": bench.seed,
@@ -78,15 +81,24 @@ async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str
     }
 
 
+def _rate(bench: ServingBench) -> float | str | None:
+    """Return the requests a second for the record; None for those of a trace."""
+    if bench.dataset_name == "trace":
+        return None
+    return "inf" if math.isinf(bench.request_rate) else bench.request_rate
+
+
 def _requests(bench: ServingBench, tokenizer: Tokenizer | None) -> tuple[list[ServingRequest], list[ServingRequest]]:
     """Return warm-up and measured requests. Random ones share no prompt; those of a short file may."""
     input_len, output_len = Lengths.parse("input_len", bench.input_len), Lengths.parse("output_len", bench.output_len)
     if bench.dataset_path is not None:
-        found = (
-            read_recordings(bench.dataset_path)
-            if bench.hears
-            else read_requests(bench.dataset_path, output_len=output_len.high)
-        )
+        if bench.hears:
+            found = read_recordings(bench.dataset_path)
+        elif bench.dataset_name == "trace":
+            assert tokenizer is not None
+            found = traced_requests(bench.dataset_path, random_tokens(tokenizer, random.Random(f"trace {bench.seed}")))
+        else:
+            found = read_requests(bench.dataset_path, output_len=output_len.high)
         count = len(found) if bench.num_prompts is None else bench.num_prompts
         if count > len(found):
             raise ConfigError("num_prompts", count, f"the file has {len(found)}; a prompt sent twice would be cached")

@@ -35,11 +35,13 @@ class ServingRequest:
     """A prompt, and the tokens of its answer: at most, or exactly if the end of sequence is ignored.
 
     seconds: of a recording, whose answer has any length
+    due:     seconds from the start of the run at which a trace has the request
     """
 
     prompt: Prompt
     output_len: int
     seconds: float = 0.0
+    due: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +58,10 @@ class ServingBench:
             openai-audio.
         model: Model to ask for; else the first that the server has.
         tokenizer: Folder or hub id of the tokenizer that makes prompts; else the model's.
-        dataset_name: Random tokens of given lengths, of lengths like ShareGPT's, prompts from a file, or recordings
-            from a folder. Random recordings are noise.
-        dataset_path: File of jsonl: one object a line with prompt or messages, and max_tokens if need be. Folder of
-            recordings for audio.
+        dataset_name: Random tokens of given lengths, of lengths like ShareGPT's, of lengths and times of a trace,
+            prompts from a file, or recordings from a folder. Random recordings are noise.
+        dataset_path: File of jsonl: one object a line with prompt or messages, and max_tokens if need be. Trace: a
+            .jsonl file of Mooncake's form, or a .csv file of BurstGPT's. Folder of recordings for audio.
         num_prompts: Requests to send; else 100, or all of the file.
         input_len: Tokens of a random prompt, or a range such as 100-1023.
         output_len: Tokens to generate, or a range; not for sharegpt-like.
@@ -89,7 +91,7 @@ class ServingBench:
     backend: Literal["openai", "openai-chat", "openai-embeddings", "openai-audio"] | None = None
     model: str | None = None
     tokenizer: str | None = None
-    dataset_name: Literal["random", "sharegpt-like", "jsonl", "audio"] = "random"
+    dataset_name: Literal["random", "sharegpt-like", "trace", "jsonl", "audio"] = "random"
     dataset_path: Path | None = None
     num_prompts: int | None = None
     input_len: str = "1024"
@@ -125,11 +127,19 @@ class ServingBench:
         if self.random_batch_size > 1 and (not self.embeds or self.dataset_name == "jsonl"):
             problem = f"goes with endpoint={EMBEDDINGS} and random prompts only"
             raise ConfigError("random_batch_size", self.random_batch_size, problem)
-        reads = self.dataset_name in ("jsonl", "audio")
+        reads = self.dataset_name in ("trace", "jsonl", "audio")
         if reads and self.dataset_path is None:
             raise ConfigError("dataset_path", UNSET, f"is required with dataset_name={self.dataset_name!r}")
         if not reads and self.dataset_path is not None:
-            raise ConfigError("dataset_path", str(self.dataset_path), "goes with dataset_name='jsonl' or 'audio' only")
+            raise ConfigError(
+                "dataset_path", str(self.dataset_path), "goes with dataset_name='trace', 'jsonl' or 'audio' only"
+            )
+        if self.dataset_name == "trace":
+            if self.endpoint != COMPLETIONS or self.prompt_format == "text":
+                problem = f"has prompts of token ids, for endpoint={COMPLETIONS} alone"
+                raise ConfigError("dataset_name", self.dataset_name, problem)
+            if not math.isinf(self.request_rate):
+                raise ConfigError("request_rate", self.request_rate, "contradicts the times of a trace; leave it out")
         if self.dataset_name in (("jsonl", "sharegpt-like") if self.hears else ("audio",)):
             works = "random or audio" if self.hears else f"{TRANSCRIPTIONS} and {TRANSLATIONS}"
             raise ConfigError("dataset_name", self.dataset_name, f"endpoint={self.endpoint} takes none; {works} work")

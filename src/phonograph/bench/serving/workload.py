@@ -1,15 +1,16 @@
-"""Prompts of a serving benchmark: random ones, or those of a file."""
+"""Prompts of a serving benchmark: random ones, also for a trace, or those of a file."""
 
 from __future__ import annotations
 
 import bisect
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from phonograph.bench.serving.settings import Prompt, ServingRequest
+from phonograph.engine.offline.simulation.request_traces import HASHED_TOKENS, read_trace
 from phonograph.errors import ConfigError, counted
 from phonograph.text.tokenizer import Tokenizer
 
@@ -20,6 +21,17 @@ _ENDINGS = 64
 _OUTPUT_FIELDS = ("max_tokens", "output_len", "output_tokens")
 
 
+def random_tokens(tokenizer: Tokenizer, rng: random.Random) -> Callable[[int], list[int]]:
+    """Return a function that draws a number of tokens, none of them special."""
+    ids = _plain_ids(tokenizer)
+    return lambda count: rng.choices(ids, k=count)
+
+
+def _plain_ids(tokenizer: Tokenizer) -> list[int]:
+    known = [token_id for token_id in range(tokenizer.vocab_size) if tokenizer.piece(token_id) is not None]
+    return [token_id for token_id in known if token_id not in tokenizer.special_token_ids]
+
+
 def random_prompts(
     tokenizer: Tokenizer, rng: random.Random, prompt_format: Literal["tokens", "text"]
 ) -> Callable[[int], Prompt]:
@@ -28,8 +40,7 @@ def random_prompts(
     No two prompts share a prefix worth caching. A text never has more tokens than requested, counted without the
     special tokens that a server adds. It has fewer if `_ENDINGS` endings give no text of that number.
     """
-    known = [token_id for token_id in range(tokenizer.vocab_size) if tokenizer.piece(token_id) is not None]
-    ids = [token_id for token_id in known if token_id not in tokenizer.special_token_ids]
+    ids = _plain_ids(tokenizer)
 
     def tokens(count: int) -> list[int]:
         return rng.choices(ids, k=count)
@@ -73,6 +84,35 @@ def random_prompts(
         return made
 
     return tokens if prompt_format == "tokens" else text
+
+
+def traced_requests(path: Path, make: Callable[[int], list[int]]) -> list[ServingRequest]:
+    """Return the requests of a trace with made-up tokens; blocks of equal hashes are equal.
+
+    Args:
+        path: of the trace.
+        make: makes a number of tokens.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line has another form.
+    """
+    try:
+        trace = read_trace(path)
+    except ConfigError as error:
+        raise ConfigError("dataset_path", error.value, error.problem) from None
+    blocks: dict[int, list[int]] = {}
+
+    def prompt(hash_ids: Sequence[int], length: int) -> list[int]:
+        if not hash_ids:
+            return make(length)
+        for one in hash_ids:
+            blocks.setdefault(one, make(HASHED_TOKENS))
+        return [token for one in hash_ids for token in blocks[one]][:length]
+
+    return [
+        ServingRequest(prompt=prompt(one.hash_ids, one.input_len), output_len=one.output_len, due=one.arrival)
+        for one in trace
+    ]
 
 
 def read_requests(path: Path, *, output_len: int) -> list[ServingRequest]:

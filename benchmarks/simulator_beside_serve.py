@@ -1,0 +1,211 @@
+"""Compares `phonograph simulate` with `phonograph serve` on five workloads, which the table of step times has not.
+
+    python benchmarks/simulator_beside_serve.py MODEL --table steps.json --folder runs --output FILE [serve flags]
+
+The table is of `phonograph bench steps` with the same flags. Each workload is a trace in the folder. A server gets it
+by `bench serve --dataset-name trace`, and the simulator reads it. What the folder has already is not run again, so that
+a machine without a GPU can simulate what a server on a GPU has measured (`--device-name`). Flags after these are those
+of the server and of the simulator, as `--load-format dummy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.request import urlopen
+
+from bench.result_files import output_file, write_result
+from checks.processes import ServerProcess
+from phonograph.bench.records.record import provenance
+from phonograph.bench.serving.lengths import sharegpt_like_lengths
+
+PORT = 8127
+URL = f"http://127.0.0.1:{PORT}"
+READY_SECONDS = 300
+HASHED = 512
+BARS = {
+    "output_throughput": 0.05,
+    "median_tpot_ms": 0.05,
+    "median_ttft_ms": 0.10,
+    "p99_ttft_ms": 0.20,
+    "prefix_hit_rate": 0.02,
+    "steps": 0.02,
+}
+"""Largest relative differences."""
+
+
+class Request(NamedTuple):
+    """A row of a trace: seconds, tokens of prompt and answer, and hashes of its blocks."""
+
+    arrival: float
+    input_len: int
+    output_len: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def chat(rng: random.Random) -> list[Request]:
+    """Lengths like those of ShareGPT, 20 requests a second."""
+    times = arrivals(rng, 400, 20)
+    return [Request(time, *lens) for time, lens in zip(times, sharegpt_like_lengths(rng, len(times)), strict=True)]
+
+
+def long_prompts(rng: random.Random) -> list[Request]:
+    return [Request(time, rng.randint(2000, 6000), 100) for time in arrivals(rng, 60, 3)]
+
+
+def burst(rng: random.Random) -> list[Request]:
+    """All at once."""
+    return [Request(0.0, rng.randint(50, 400), rng.randint(200, 400)) for _ in range(256)]
+
+
+def shared_prefixes(rng: random.Random) -> list[Request]:
+    """Eight prefixes of 2,048 tokens, each with own tokens of one block."""
+    found: list[Request] = []
+    for number, time in enumerate(arrivals(rng, 200, 12)):
+        first = 4 * rng.randrange(8)
+        hashes = (*range(first, first + 4), 1000 + number)
+        found.append(Request(time, 4 * HASHED + rng.randint(100, HASHED), rng.randint(64, 256), hashes))
+    return found
+
+
+def saturation(rng: random.Random) -> list[Request]:
+    """More than an engine can take at once."""
+    return [Request(time, rng.randint(500, 1500), rng.randint(100, 300)) for time in arrivals(rng, 400, 40)]
+
+
+WORKLOADS: tuple[Callable[[random.Random], list[Request]], ...] = (
+    chat,
+    long_prompts,
+    burst,
+    shared_prefixes,
+    saturation,
+)
+
+
+def arrivals(rng: random.Random, count: int, rate: float) -> list[float]:
+    times = [0.0]
+    while len(times) < count:
+        times.append(times[-1] + rng.expovariate(rate))
+    return times
+
+
+def write_trace(requests: list[Request], path: Path, scale: float) -> None:
+    """Write a trace in Mooncake's form, with a share of its requests."""
+    names = "timestamp", "input_length", "output_length", "hash_ids"
+    kept = requests[: max(2, round(len(requests) * scale))]
+    rows = [(round(one.arrival * 1e3), one.input_len, one.output_len, list(one.hash_ids)) for one in kept]
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows), encoding="utf-8")
+
+
+def steps_of_server() -> Counter[str]:
+    """Return the steps of the server by graph mode and kind of batch, named as in simulations."""
+    with urlopen(f"{URL}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    found: Counter[str] = Counter()
+    for line in lines:
+        if line.startswith("phonograph:steps_total{"):
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            mode = labels["mode"].lower()
+            found["eager" if mode == "none" else f"{mode} {labels['kind']}"] += round(float(line.split()[-1]))
+    return found
+
+
+def measure(trace: Path, tokenizer: str, seed: int) -> dict[str, Any]:
+    """Send a trace to the server; return the figures of `bench serve`, and the steps. A seed is used once."""
+    output = trace.with_suffix(".served.jsonl")
+    output.unlink(missing_ok=True)
+    flags = ["--base-url", URL, "--tokenizer", tokenizer, "--dataset-name", "trace", "--dataset-path", str(trace)]
+    flags += ["--num-warmups", "0", "--seed", str(seed), "--output", str(output)]
+    before = steps_of_server()
+    run([sys.executable, "-m", "phonograph", "bench", "serve", *flags])
+    facts = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
+    output.unlink()
+    return figures(facts, dict(steps_of_server() - before))
+
+
+def simulate(model: str, trace: Path, table: Path, flags: list[str]) -> dict[str, Any]:
+    """Simulate a trace; return the same figures."""
+    words = ["simulate", model, "--trace", str(trace), "--step-times", str(table), "--json", *flags]
+    facts = json.loads(run([sys.executable, "-m", "phonograph", *words]).splitlines()[-1])
+    steps: Counter[str] = Counter()
+    for one in facts["graphs"]:
+        steps[one["graph"]] += one["steps"]
+    return figures(facts, dict(steps))
+
+
+def figures(facts: dict[str, Any], steps: dict[str, int]) -> dict[str, Any]:
+    names = "duration", "output_throughput", "median_tpot_ms", "median_ttft_ms", "p99_ttft_ms"
+    rate = facts["total_cached_tokens"] / facts["total_input_tokens"]
+    return {**{name: facts[name] for name in names}, "prefix_hit_rate": rate, "steps": steps}
+
+
+def differences(served: dict[str, Any], simulated: dict[str, Any]) -> dict[str, float]:
+    """Return relative differences; that of steps is the largest over their kinds, as a share of all."""
+    total = sum(served["steps"].values())
+    kinds = {*served["steps"], *simulated["steps"]}
+    found = {name: simulated[name] / served[name] - 1 for name in BARS if name != "steps" and served[name]}
+    counts = [(simulated["steps"].get(kind, 0) - served["steps"].get(kind, 0)) / total for kind in kinds]
+    return found | {"steps": max(counts, key=abs)}
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[2:])} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return done.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--output", type=output_file, required=True)
+    parser.add_argument("--tokenizer", default="demo", help="makes the tokens of prompts")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests of each workload")
+    parser.add_argument("--device-name", help="device of the plan, where the server ran")
+    arguments, flags = parser.parse_known_args()
+    origin = provenance()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    traces: list[Path] = []
+    for make in WORKLOADS:
+        traces.append(arguments.folder / f"{make.__name__}.jsonl")
+        if not traces[-1].exists():
+            write_trace(make(random.Random(make.__name__)), traces[-1], arguments.scale)
+    missing = [one for one in traces if not one.with_suffix(".served.json").exists()]
+    if missing:
+        command = [sys.executable, "-m", "phonograph", "serve", arguments.model, "--port", str(PORT), *flags]
+        log = arguments.folder / "server.log"
+        server = ServerProcess("the server", command, url=URL, log=log, environment=os.environ)
+        try:
+            server.wait_until_ready(READY_SECONDS, print)
+            for seed, trace in enumerate(missing):
+                served = measure(trace, arguments.tokenizer, seed)
+                trace.with_suffix(".served.json").write_text(json.dumps(served), encoding="utf-8")
+                print(trace.stem, json.dumps(served), flush=True)
+        finally:
+            server.stop()
+    device = [] if arguments.device_name is None else ["--device-name", arguments.device_name]
+    rows: list[dict[str, Any]] = []
+    for trace in traces:
+        served = json.loads(trace.with_suffix(".served.json").read_text(encoding="utf-8"))
+        simulated = simulate(arguments.model, trace, arguments.table, [*flags, *device])
+        apart = differences(served, simulated)
+        rows.append({"workload": trace.stem, "served": served, "simulated": simulated, "differences": apart})
+        late = [name for name, value in apart.items() if abs(value) > BARS[name]]
+        shown = ", ".join(f"{name} {value:+.1%}" for name, value in apart.items())
+        print(f"{trace.stem}: {shown}; missed: {', '.join(late) or 'none'}", flush=True)
+    write_result(arguments.output, origin, {"model": Path(arguments.model).name, "flags": flags, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
