@@ -44,6 +44,12 @@ class Group:
         assert not options.asyncOp
         return self.group.broadcast(tensors, options)
 
+    def alltoall_base(
+        self, out: torch.Tensor, x: torch.Tensor, out_sizes: list[int], sizes: list[int], options: Any
+    ) -> Any:
+        assert not options.asyncOp
+        return self.group.alltoall_base(out, x, out_sizes, sizes, options)
+
     def abort(self) -> None:
         self.aborted += 1
 
@@ -164,9 +170,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     return made
 
 
-def peers(folder: Path, run: Callable[[Any], Any], *, in_parts: bool = False) -> list[Any]:
+def peers(folder: Path, run: Callable[[Any], Any], *, in_parts: bool = False, **divided: Any) -> list[Any]:
     def start(rank: int) -> Any:
-        settings = {"width": 8, "dtype": torch.float32, "max_rows": 4, "in_parts": in_parts}
+        settings = {"width": 8, "dtype": torch.float32, "max_rows": 4, "in_parts": in_parts, **divided}
         return run(peer_ranks.PeerRanks(folder, rank, 2, torch.device("cpu"), **settings))
 
     with ThreadPoolExecutor(2) as pool:
@@ -197,6 +203,33 @@ def test_rows_that_go_over_peer_memory(in_parts: bool, tmp_path: Path, memory: M
         assert launches == ([1, 1, 3] if in_parts else [1, 1, 0])
         assert all((one == 3).all() for one in sums)
     assert memory.ranks and sorted(*memory.ranks.values()) == [0, 1]
+
+
+def test_neighbours_share_heads_by_buffers_of_their_own(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each buffer has the address that the other rank writes to, is empty, and takes rows of its size only."""
+    launched: list[tuple[int, int]] = []
+    monkeypatch.setattr(peer_ranks, "share_rows", lambda x, buffers, out: launched.append((len(x), len(out))))
+
+    def run(ranks: Any) -> list[tuple[int, int]]:
+        buffers = ranks._memory
+        shapes = [tuple(one.own.shape) for one in buffers]
+        assert shapes == [(3, 2, 4, 8), (3, 2, 4, 6), (3, 2, 4, 6), (3, 2, 4, 2)]
+        places = []
+        for one in buffers:
+            assert (one.own == 0).all() and one.own.signbit().all() and one.rank == ranks.rank
+            places.append((one.own.data_ptr(), one.own.data_ptr() + 4 * int(one.offsets[1 - ranks.rank])))
+        ranks.share(torch.ones(9, 2, 3), torch.zeros(9, 4, 3))
+        assert not ranks.merge_heads(torch.ones(1, 2, 3), torch.ones(2, 1), torch.ones(1, 1, 3), None, None)
+        # By NCCL: other heads than those of the buffers.
+        ranks.share(torch.full((2, 1, 3), float(ranks.rank)), out := torch.zeros(2, 2, 3))
+        assert (out[:, 0] == 0).all() and (out[:, 1] == 1).all()
+        return places
+
+    first, second = peers(tmp_path, run, neighbours=2, heads=(2, 3))
+    assert first == [(other, own) for own, other in second]
+    assert sorted(launched) == [(1, 1)] * 2 + [(4, 4)] * 4
 
 
 def test_an_abort_ends_the_wait_for_parts(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
