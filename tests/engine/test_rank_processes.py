@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,25 @@ def test_open_streams_learn_that_rank_0_was_stopped() -> None:
     assert reason.startswith(
         "the engine's process ended by SIGKILL: the engine's process was stopped (SIGSTOP), so that"
     )
+
+
+def test_a_refused_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of ranks start before the plan is made, and ranks have a folder from then on only."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = set(ranks_of(psutil.Process()))
+
+    async def start(num_ranks: int) -> None:
+        llm = AsyncLLM("demo", client=ProcessClient, **{**SETTINGS, "tensor_parallel_size": num_ranks})
+        try:
+            await llm.start()
+        finally:
+            await llm.close()
+
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3: layer 0 has 4 query heads"):
+        asyncio.run(start(3))
+    asyncio.run(start(2))
+    wait_until(lambda: set(ranks_of(psutil.Process())) <= before)
+    assert not list(tmp_path.glob("phonograph-ranks-*"))
 
 
 def test_a_rank_that_dies_at_the_start() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import shutil
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -50,12 +54,14 @@ class RankGroup:
         self._commands, self._processes = started.commands, started.processes
         self._runner: weakref.ref[LeadRunner] | None = None
         self._watch, self._started = started.watch, started
+        folder = Path(tempfile.mkdtemp(prefix="phonograph-ranks-"))
+        self._remove = Finalize(self, shutil.rmtree, (folder, True), exitpriority=5)
         with self._closed_on_error(), self.first_error():
-            self.send(plan)
-            self.ranks = connect(plan, started.folder, 0)
+            self.send((plan, folder))
+            self.ranks = connect(plan, folder, 0)
             self._watch.abort = self.ranks.abort
 
-    def send(self, message: Command | EnginePlan) -> None:
+    def send(self, message: Command | tuple[EnginePlan, Path]) -> None:
         """Send a message to each rank."""
         words = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for commands in self._commands:
@@ -150,6 +156,7 @@ class RankGroup:
             # Before the folder goes, which threads of the connection read.
             self._watch.abort()
         self._started.close()
+        self._remove()
         self._watch.thread.join()
 
     @contextmanager

@@ -9,7 +9,6 @@ import signal
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -23,14 +22,6 @@ STOPPED_POLLS = 3
 """Polls in a row that find a process stopped, until it counts as stuck: SIGCONT wakes processes one by one."""
 
 
-class Place(NamedTuple):
-    """Place of a rank: its number, the folder through which the ranks find each other, and whether they have GPUs."""
-
-    rank: int
-    folder: str
-    on_gpu: bool
-
-
 class Failed(NamedTuple):
     """End of a rank by an error; `of_another` is True if it only noticed that another rank is missing."""
 
@@ -38,28 +29,29 @@ class Failed(NamedTuple):
     of_another: bool
 
 
-def run_rank(place: Place, commands: Connection, answers: Connection, last_words: Connection | None) -> None:
+def run_rank(rank: int, on_gpu: bool, commands: Connection, answers: Connection, last_words: Connection | None) -> None:
     """Run a rank.
 
     Args:
-        place: of the rank.
-        commands: messages of rank 0; the first one is the plan.
+        rank: its number.
+        on_gpu: the ranks have GPUs.
+        commands: messages of rank 0; the first one is the plan, and the folder through which the ranks find each other.
         answers: takes answers, and the error by which the rank ends.
         last_words: takes the reason if rank 0 is stuck; None if its process is not the engine's own.
     """
     # Ctrl-C and SIGTERM reach all processes of a service; rank 0 ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_watch_rank_0, args=(place.rank, last_words), name="watch-rank-0", daemon=True).start()
-    if place.on_gpu:
-        start_early(place.rank)
+    threading.Thread(target=_watch_rank_0, args=(rank, last_words), name="watch-rank-0", daemon=True).start()
+    if on_gpu:
+        start_early(rank)
     try:
         # Imports torch, which takes seconds; by then the rank watches rank 0.
         from phonograph.engine.process.ranks.connect import connect
         from phonograph.engine.process.ranks.follow_rank import serve_rank
 
-        plan = pickle.loads(commands.recv_bytes())
-        serve_rank(plan, connect(plan, Path(place.folder), place.rank), commands, answers)
+        plan, folder = pickle.loads(commands.recv_bytes())
+        serve_rank(plan, connect(plan, folder, rank), commands, answers)
         # Without the end of Python, in which NCCL would wait for the graphs.
         os._exit(0)
     except BaseException as error:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
-from pathlib import Path
 from queue import SimpleQueue
 
 from phonograph.engine.process.ranks.rank_process import (
     POLL_SECONDS,
     STOPPED_POLLS,
     Failed,
-    Place,
     is_stopped,
     run_rank,
 )
@@ -95,13 +91,12 @@ class Watch:
 
 
 class RankProcesses:
-    """Processes of ranks 1 and above. They import what ranks need, and wait for the plan.
+    """Processes of ranks 1 and above. They import what ranks need, and wait for the plan and the ranks' folder.
 
     processes: of the ranks, in their order
     commands:  connection to each of them
     watch:     takes their answers
-    folder:    through which the ranks find each other
-    close:     kills the processes, and removes the folder; also called when this object or the process ends
+    close:     kills the processes; also called when this object or the process ends
 
     Args:
         num_ranks: number of ranks, with rank 0.
@@ -120,7 +115,6 @@ class RankProcesses:
         last_words: Connection | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="phonograph-ranks-"))
         self.processes: list[SpawnProcess] = []
         self.commands: list[Connection] = []
         all_replies: list[Connection] = []
@@ -128,10 +122,8 @@ class RankProcesses:
         for rank in range(1, num_ranks):
             theirs, commands = context.Pipe(duplex=False)
             replies, answers = context.Pipe(duplex=False)
-            place = Place(rank, str(self.folder), on_gpu)
-            process = context.Process(
-                target=run_rank, args=(place, theirs, answers, last_words), name=f"phonograph-rank-{rank}", daemon=True
-            )
+            words = rank, on_gpu, theirs, answers, last_words
+            process = context.Process(target=run_rank, args=words, name=f"phonograph-rank-{rank}", daemon=True)
             process.start()
             theirs.close()
             answers.close()
@@ -139,7 +131,7 @@ class RankProcesses:
             self.commands.append(commands)
             all_replies.append(replies)
         self.watch = Watch(self.processes, all_replies, on_failure)
-        self.close = Finalize(self, _end_all, (self.processes, self.watch, self.folder), exitpriority=10)
+        self.close = Finalize(self, _end_all, (self.processes, self.watch), exitpriority=10)
 
 
 def _cause(processes: Sequence[SpawnProcess], failures: dict[int, Failed], dead: list[int], stopped: list[int]) -> str:
@@ -158,11 +150,10 @@ def _cause(processes: Sequence[SpawnProcess], failures: dict[int, Failed], dead:
     return next(iter(failures.values())).problem if failures else "a rank ended"
 
 
-def _end_all(processes: Sequence[SpawnProcess], watch: Watch, folder: Path) -> None:
+def _end_all(processes: Sequence[SpawnProcess], watch: Watch) -> None:
     # Before the end of the processes, which is no failure then.
     watch.closing.set()
     for process in processes:
         process.kill()
     for process in processes:
         process.join()
-    shutil.rmtree(folder, ignore_errors=True)
