@@ -77,7 +77,7 @@ TASKS = {
     "api key": "--api-key SECRET",
     "benchmark": "phonograph bench latency demo",
     "embeddings": 'convert="embed"',
-    "multiple gpus": "on several GPUs it is new",
+    "multiple gpus": "the GPUs of one host",
 }
 """Tasks of the quickstarts of vLLM and llama.cpp: words, and what the page of tasks has for them."""
 FAULTS = """
