@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -24,14 +25,13 @@ from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 from bench.result_files import output_file, write_result
-from checks.processes import ServerProcess
+from checks.processes import ServerProcess, free_port, leave_at_sigterm
 from phonograph.bench.records.record import provenance
 from phonograph.bench.serving.lengths import sharegpt_like_lengths
+from phonograph.bench.serving.load import arrival_times
+from phonograph.engine.offline.simulation.request_traces import HASHED_TOKENS
 
-PORT = 8127
-URL = f"http://127.0.0.1:{PORT}"
 READY_SECONDS = 300
-HASHED = 512
 BARS = {
     "output_throughput": 0.05,
     "median_tpot_ms": 0.05,
@@ -43,72 +43,59 @@ BARS = {
 """Largest relative differences."""
 
 
-class Request(NamedTuple):
-    """A row of a trace: seconds, tokens of prompt and answer, and hashes of its blocks."""
+class Workload(NamedTuple):
+    """Requests a second, and tokens of each prompt and answer with the hashes of the prompt's blocks."""
 
-    arrival: float
-    input_len: int
-    output_len: int
-    hash_ids: tuple[int, ...] = ()
+    rate: float
+    requests: list[tuple[int, int, tuple[int, ...]]]
 
 
-def chat(rng: random.Random) -> list[Request]:
-    """Lengths like those of ShareGPT, 20 requests a second."""
-    times = arrivals(rng, 400, 20)
-    return [Request(time, *lens) for time, lens in zip(times, sharegpt_like_lengths(rng, len(times)), strict=True)]
+def chat(rng: random.Random) -> Workload:
+    """Lengths like those of ShareGPT."""
+    return Workload(20, [(*lens, ()) for lens in sharegpt_like_lengths(rng, 400)])
 
 
-def long_prompts(rng: random.Random) -> list[Request]:
-    return [Request(time, rng.randint(2000, 6000), 100) for time in arrivals(rng, 60, 3)]
+def long_prompts(rng: random.Random) -> Workload:
+    return Workload(3, [(rng.randint(2000, 6000), 100, ()) for _ in range(60)])
 
 
-def burst(rng: random.Random) -> list[Request]:
+def burst(rng: random.Random) -> Workload:
     """All at once."""
-    return [Request(0.0, rng.randint(50, 400), rng.randint(200, 400)) for _ in range(256)]
+    return Workload(math.inf, [(rng.randint(50, 400), rng.randint(200, 400), ()) for _ in range(256)])
 
 
-def shared_prefixes(rng: random.Random) -> list[Request]:
+def shared_prefixes(rng: random.Random) -> Workload:
     """Eight prefixes of 2,048 tokens, each with own tokens of one block."""
-    found: list[Request] = []
-    for number, time in enumerate(arrivals(rng, 200, 12)):
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    for number in range(200):
         first = 4 * rng.randrange(8)
-        hashes = (*range(first, first + 4), 1000 + number)
-        found.append(Request(time, 4 * HASHED + rng.randint(100, HASHED), rng.randint(64, 256), hashes))
-    return found
+        input_len = 4 * HASHED_TOKENS + rng.randint(100, HASHED_TOKENS)
+        found.append((input_len, rng.randint(64, 256), (*range(first, first + 4), 1000 + number)))
+    return Workload(12, found)
 
 
-def saturation(rng: random.Random) -> list[Request]:
+def saturation(rng: random.Random) -> Workload:
     """More than an engine can take at once."""
-    return [Request(time, rng.randint(500, 1500), rng.randint(100, 300)) for time in arrivals(rng, 400, 40)]
+    return Workload(40, [(rng.randint(500, 1500), rng.randint(100, 300), ()) for _ in range(400)])
 
 
-WORKLOADS: tuple[Callable[[random.Random], list[Request]], ...] = (
-    chat,
-    long_prompts,
-    burst,
-    shared_prefixes,
-    saturation,
-)
+WORKLOADS: tuple[Callable[[random.Random], Workload], ...] = chat, long_prompts, burst, shared_prefixes, saturation
 
 
-def arrivals(rng: random.Random, count: int, rate: float) -> list[float]:
-    times = [0.0]
-    while len(times) < count:
-        times.append(times[-1] + rng.expovariate(rate))
-    return times
-
-
-def write_trace(requests: list[Request], path: Path, scale: float) -> None:
-    """Write a trace in Mooncake's form, with a share of its requests."""
+def write_trace(make: Callable[[random.Random], Workload], path: Path, scale: float) -> None:
+    """Write a workload as a trace in Mooncake's form, with a share of its requests."""
+    rng = random.Random(make.__name__)
+    rate, requests = make(rng)
+    count = max(2, round(len(requests) * scale))
+    times = arrival_times(rng, count, rate=rate, burstiness=1.0)
     names = "timestamp", "input_length", "output_length", "hash_ids"
-    kept = requests[: max(2, round(len(requests) * scale))]
-    rows = [(round(one.arrival * 1e3), one.input_len, one.output_len, list(one.hash_ids)) for one in kept]
+    rows = [(round(time * 1e3), *request) for time, request in zip(times, requests, strict=False)]
     path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows), encoding="utf-8")
 
 
-def steps_of_server() -> Counter[str]:
-    """Return the steps of the server by graph mode and kind of batch, named as in simulations."""
-    with urlopen(f"{URL}/metrics", timeout=30) as answer:
+def steps_of(server: ServerProcess) -> Counter[str]:
+    """Return the steps of a server by graph mode and kind of batch, named as in simulations."""
+    with urlopen(f"{server.url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     found: Counter[str] = Counter()
     for line in lines:
@@ -119,17 +106,26 @@ def steps_of_server() -> Counter[str]:
     return found
 
 
-def measure(trace: Path, tokenizer: str, seed: int) -> dict[str, Any]:
-    """Send a trace to the server; return the figures of `bench serve`, and the steps. A seed is used once."""
+def measure(server: ServerProcess, trace: Path, tokenizer: str, seed: int) -> dict[str, Any]:
+    """Send a trace to a server; return the figures of `bench serve`, and the steps. A seed is used once."""
     output = trace.with_suffix(".served.jsonl")
     output.unlink(missing_ok=True)
-    flags = ["--base-url", URL, "--tokenizer", tokenizer, "--dataset-name", "trace", "--dataset-path", str(trace)]
+    flags = [
+        "--base-url",
+        server.url,
+        "--tokenizer",
+        tokenizer,
+        "--dataset-name",
+        "trace",
+        "--dataset-path",
+        str(trace),
+    ]
     flags += ["--num-warmups", "0", "--seed", str(seed), "--output", str(output)]
-    before = steps_of_server()
+    before = steps_of(server)
     run([sys.executable, "-m", "phonograph", "bench", "serve", *flags])
     facts = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
     output.unlink()
-    return figures(facts, dict(steps_of_server() - before))
+    return figures(facts, dict(steps_of(server) - before))
 
 
 def simulate(model: str, trace: Path, table: Path, flags: list[str]) -> dict[str, Any]:
@@ -174,22 +170,24 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests of each workload")
     parser.add_argument("--device-name", help="device of the plan, where the server ran")
     arguments, flags = parser.parse_known_args()
+    leave_at_sigterm()
     origin = provenance()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     traces: list[Path] = []
     for make in WORKLOADS:
         traces.append(arguments.folder / f"{make.__name__}.jsonl")
         if not traces[-1].exists():
-            write_trace(make(random.Random(make.__name__)), traces[-1], arguments.scale)
+            write_trace(make, traces[-1], arguments.scale)
     missing = [one for one in traces if not one.with_suffix(".served.json").exists()]
     if missing:
-        command = [sys.executable, "-m", "phonograph", "serve", arguments.model, "--port", str(PORT), *flags]
+        port = free_port()
+        command = [sys.executable, "-m", "phonograph", "serve", arguments.model, "--port", str(port), *flags]
         log = arguments.folder / "server.log"
-        server = ServerProcess("the server", command, url=URL, log=log, environment=os.environ)
+        server = ServerProcess("the server", command, url=f"http://127.0.0.1:{port}", log=log, environment=os.environ)
         try:
             server.wait_until_ready(READY_SECONDS, print)
             for seed, trace in enumerate(missing):
-                served = measure(trace, arguments.tokenizer, seed)
+                served = measure(server, trace, arguments.tokenizer, seed)
                 trace.with_suffix(".served.json").write_text(json.dumps(served), encoding="utf-8")
                 print(trace.stem, json.dumps(served), flush=True)
         finally:

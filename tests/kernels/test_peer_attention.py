@@ -133,7 +133,7 @@ def test_rows_far_behind_the_first_ones() -> None:
     assert torch.equal(out[-2:], torch.stack([mine, theirs], 1)) and torch.equal(far[0].own[1][0, 0, -2:], mine)
 
     found, lse = torch.randn(2, 2, 2 * heads, size, generator=generator).to(dtype), torch.randn(2, 2 * heads, 2)
-    merged, wanted = (torch.zeros(2, heads, size, dtype=dtype) for _ in range(2))
+    wanted = torch.zeros(2, heads, size, dtype=dtype)
     near[0].put(0, {1: found[1, :, :heads].flatten(1)}, [0, 0])
     near[1].put(0, {1: lse[1, :heads].T}, [0, 0])
     merge_heads(found[0].contiguous(), lse[0], near[0].ranks[0], near[1].ranks[0], wanted, None)

@@ -18,7 +18,7 @@ from phonograph.bench.serving.lengths import sharegpt_like_lengths
 from phonograph.bench.serving.recordings import noise, read_recordings
 from phonograph.bench.serving.serving_metrics import details, embedding_metrics, serving_metrics, speech_metrics
 from phonograph.bench.serving.settings import BACKENDS, BOUNDARY, ServingBench, ServingRequest
-from phonograph.bench.serving.workload import random_prompts, random_tokens, read_requests, traced_requests
+from phonograph.bench.serving.workload import random_prompts, read_requests, traced_requests
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
 from phonograph.text.tokenizer import Tokenizer, load_tokenizer
@@ -96,7 +96,7 @@ def _requests(bench: ServingBench, tokenizer: Tokenizer | None) -> tuple[list[Se
             found = read_recordings(bench.dataset_path)
         elif bench.dataset_name == "trace":
             assert tokenizer is not None
-            found = traced_requests(bench.dataset_path, random_tokens(tokenizer, random.Random(f"trace {bench.seed}")))
+            found = traced_requests(bench.dataset_path, tokenizer, random.Random(f"trace {bench.seed}"))
         else:
             found = read_requests(bench.dataset_path, output_len=output_len.high)
         count = len(found) if bench.num_prompts is None else bench.num_prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +22,8 @@ _ENDINGS = 64
 _OUTPUT_FIELDS = ("max_tokens", "output_len", "output_tokens")
 
 
-def random_tokens(tokenizer: Tokenizer, rng: random.Random) -> Callable[[int], list[int]]:
-    """Return a function that draws a number of tokens, none of them special."""
-    ids = _plain_ids(tokenizer)
-    return lambda count: rng.choices(ids, k=count)
-
-
 def _plain_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that are not special."""
     known = [token_id for token_id in range(tokenizer.vocab_size) if tokenizer.piece(token_id) is not None]
     return [token_id for token_id in known if token_id not in tokenizer.special_token_ids]
 
@@ -86,12 +82,8 @@ def random_prompts(
     return tokens if prompt_format == "tokens" else text
 
 
-def traced_requests(path: Path, make: Callable[[int], list[int]]) -> list[ServingRequest]:
-    """Return the requests of a trace with made-up tokens; blocks of equal hashes are equal.
-
-    Args:
-        path: of the trace.
-        make: makes a number of tokens.
+def traced_requests(path: Path, tokenizer: Tokenizer, rng: random.Random) -> list[ServingRequest]:
+    """Return the requests of a trace with random tokens; blocks of equal hashes are equal.
 
     Raises:
         ConfigError: the file cannot be read, or a line has another form.
@@ -100,13 +92,12 @@ def traced_requests(path: Path, make: Callable[[int], list[int]]) -> list[Servin
         trace = read_trace(path)
     except ConfigError as error:
         raise ConfigError("dataset_path", error.value, error.problem) from None
-    blocks: dict[int, list[int]] = {}
+    ids = _plain_ids(tokenizer)
+    blocks: defaultdict[int, list[int]] = defaultdict(lambda: rng.choices(ids, k=HASHED_TOKENS))
 
     def prompt(hash_ids: Sequence[int], length: int) -> list[int]:
         if not hash_ids:
-            return make(length)
-        for one in hash_ids:
-            blocks.setdefault(one, make(HASHED_TOKENS))
+            return rng.choices(ids, k=length)
         return [token for one in hash_ids for token in blocks[one]][:length]
 
     return [

@@ -63,7 +63,7 @@ def run_core(
         # A late import: the server's process imports this module too, and must not import torch.
         from phonograph.engine.process.run_engine import run_engine
 
-        run_engine(config, channel, owns_process=True, rank=rank, on_rank_failure=end, rank_processes=ranks)
+        run_engine(config, channel, owns_process=True, rank=rank, rank_processes=ranks)
 
 
 def _end_with_the_server() -> None:

@@ -33,7 +33,7 @@ def run_engine(
     *,
     owns_process: bool,
     rank: int = 0,
-    on_rank_failure: Callable[[str], None],
+    on_rank_failure: Callable[[str], None] | None = None,
     rank_processes: RankProcesses | None = None,
 ) -> None:
     """Start an engine, report its progress, and execute commands until `Stop`.
@@ -43,8 +43,8 @@ def run_engine(
         channel: connection to the client.
         owns_process: True if only the engine runs in this process.
         rank: number of the engine among `data_parallel_size`.
-        on_rank_failure: called on another thread with the reason when a rank of `tensor_parallel_size` has ended, so
-            that no step can run.
+        on_rank_failure: called on another thread with the reason when a rank of `tensor_parallel_size` that is started
+            here has ended, so that no step can run.
         rank_processes: processes of the other ranks, if they have started.
     """
     began = time.perf_counter()

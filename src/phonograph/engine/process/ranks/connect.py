@@ -36,7 +36,6 @@ def connect(plan: EnginePlan, folder: Path, rank: int) -> GlooRanks:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     first, neighbours = plan.sums[0], plan.config.decode_context_parallel_size
-    attention = plan.attention
     if first.kernel == "one-shot" and first.max_rows is not None:
         ranks = PeerRanks(
             folder,
@@ -48,7 +47,7 @@ def connect(plan: EnginePlan, folder: Path, rank: int) -> GlooRanks:
             max_rows=first.max_rows,
             in_parts=plan.sums[-1].kernel == "one-shot",
             neighbours=neighbours,
-            heads=(attention.num_query_heads, attention.head_size),
+            heads=(plan.attention.num_query_heads, plan.attention.head_size),
         )
     else:
         ranks = NcclRanks(folder, rank, size, device, neighbours=neighbours)

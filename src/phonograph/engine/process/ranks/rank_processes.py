@@ -151,7 +151,7 @@ def _cause(processes: Sequence[SpawnProcess], failures: dict[int, Failed], dead:
 
 
 def _end_all(processes: Sequence[SpawnProcess], watch: Watch) -> None:
-    # Before the end of the processes, which is no failure then.
+    # First, so that the end of the processes does not count as a failure.
     watch.closing.set()
     for process in processes:
         process.kill()

@@ -1,8 +1,8 @@
 """Attention of several ranks to parts of the keys: results travel over peer memory (`peer_buffers`) and are merged.
 
-A rank has the results of all heads over its own keys. It sends each other rank those of its heads, takes the results
-for its own heads, and weighs them by their log-sum-exps. `kernels/torch/attention/merge_parts.py` does the same with
-operations of torch.
+A rank has the results of all heads over its own keys. It sends each other rank the results for its heads, takes the
+results for its own heads, and weighs them by their log-sum-exps. `kernels/torch/attention/merge_parts.py` does the same
+with operations of torch.
 
 Shapes: T tokens, W ranks, H query heads of a rank, X = W * H, D head size.
 """
@@ -18,9 +18,10 @@ import triton.language as tl
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 from phonograph.kernels.triton.ranks.peer_buffers import (
     PeerBuffers,
-    clear,
+    as_integers,
+    clear_before,
     next_part,
-    part_before,
+    place_of,
     received,
     sent_bits,
     to_peer,
@@ -89,24 +90,24 @@ def _merge_heads_kernel(
 ):
     """Program `row` merges the heads of a token."""
     number: tl.constexpr = found_ptr.dtype.element_ty
-    bits: tl.constexpr = tl.int16 if number.primitive_bitwidth == 16 else tl.int32
     row = tl.program_id(0).to(tl.int64)
-    outputs, lses = outputs_ptr.to(tl.pointer_type(bits)), lses_ptr.to(tl.pointer_type(tl.int32))
+    outputs, lses = as_integers(outputs_ptr), as_integers(lses_ptr)
     head, dim = tl.arange(0, HEADS), tl.arange(0, BLOCK)[None, :]
     is_head = head < H
     mask = is_head[:, None] & (dim < D)
+    # Numbers of a head within a row of H * D.
+    column = head[:, None] * D + dim
     pdl_begin(PDL)
     part = tl.load(counters_ptr + row)
-    to = ((part * NUM_RANKS + rank) * MAX_ROWS + row) * H + head
+    place = place_of(part, rank, row, NUM_RANKS, MAX_ROWS)
     for other in tl.static_range(NUM_RANKS):
         if other != rank:
             of = other * H + head
             found = tl.load(found_ptr + (row * (NUM_RANKS * H) + of)[:, None] * D + dim, mask, other=0.0)
             lse = tl.load(lse_ptr + of.to(tl.int64) * lse_stride + row, is_head, other=0.0)
-            tl.store(
-                to_peer(outputs_ptr, output_offsets_ptr, other, bits) + to[:, None] * D + dim, sent_bits(found), mask
-            )
-            tl.store(to_peer(lses_ptr, lse_offsets_ptr, other, tl.int32) + to, sent_bits(lse), is_head)
+            to = to_peer(outputs, output_offsets_ptr, other) + place * (H * D)
+            tl.store(to + column, sent_bits(found), mask)
+            tl.store(to_peer(lses, lse_offsets_ptr, other) + place * H + head, sent_bits(lse), is_head)
 
     if own_found_ptr is None:
         most, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
@@ -121,9 +122,10 @@ def _merge_heads_kernel(
     my_found = sent_bits(tl.load(found_ptr + (row * (NUM_RANKS * H) + of)[:, None] * D + dim, mask, other=0.0))
     my_lse = sent_bits(tl.load(lse_ptr + of.to(tl.int64) * lse_stride + row, is_head, other=0.0))
     for other in tl.static_range(NUM_RANKS):
-        place = ((part * NUM_RANKS + other) * MAX_ROWS + row) * H + head
-        lse_bits, no_lse = received(lses + place, my_lse, is_head, other == rank, limit_ptr)
-        found_bits, no_found = received(outputs + place[:, None] * D + dim, my_found, mask, other == rank, limit_ptr)
+        place = place_of(part, other, row, NUM_RANKS, MAX_ROWS)
+        lse_bits, no_lse = received(lses + place * H + head, my_lse, is_head, other == rank, limit_ptr)
+        source = outputs + place * (H * D) + column
+        found_bits, no_found = received(source, my_found, mask, other == rank, limit_ptr)
         lse = tl.where(is_head, lse_bits.to(tl.float32, bitcast=True), float("-inf"))
         # NaN if one of both never came.
         lse = tl.where(no_lse | no_found, float("nan"), lse)
@@ -141,8 +143,6 @@ def _merge_heads_kernel(
     if out_lse_ptr is not None:
         tl.store(out_lse_ptr + head.to(tl.int64) * out_lse_stride + row, most + tl.log(total), is_head)
 
-    for other in tl.static_range(NUM_RANKS):
-        place = ((part_before(part) * NUM_RANKS + other) * MAX_ROWS + row) * H + head
-        clear(outputs_ptr, place[:, None] * D + dim, mask & (other != rank), bits)
-        clear(lses_ptr, place, is_head & (other != rank), tl.int32)
+    clear_before(outputs, part, row, column, mask, rank, H * D, NUM_RANKS, MAX_ROWS)
+    clear_before(lses, part, row, head, is_head, rank, H, NUM_RANKS, MAX_ROWS)
     next_part(counters_ptr, row, part)

@@ -1,4 +1,4 @@
-"""Memory that ranks on GPUs write for each other, and how programs send their rows and take those of the others.
+"""Memory that ranks on GPUs write for each other, and how programs send their rows and take the rows of others.
 
 Shapes: W ranks that exchange rows, R most rows at a time, F numbers of a row.
 
@@ -56,6 +56,13 @@ class PeerBuffers(NamedTuple):
 
 
 @triton.jit
+def as_integers(own_ptr):
+    """Return the address of this rank's buffer as that of integers with as many bits as its numbers."""
+    bits: tl.constexpr = tl.int16 if own_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
+    return own_ptr.to(tl.pointer_type(bits))
+
+
+@triton.jit
 def sent_bits(x):
     """Return numbers as integers of as many bits, -0.0 as 0.0."""
     bits: tl.constexpr = tl.int16 if x.dtype.primitive_bitwidth == 16 else tl.int32
@@ -65,9 +72,23 @@ def sent_bits(x):
 
 
 @triton.jit
-def to_peer(own_ptr, offsets_ptr, other, bits: tl.constexpr):
-    """Return the address of another rank's buffer, as integers."""
-    return own_ptr.to(tl.pointer_type(bits)) + tl.multiple_of(tl.load(offsets_ptr + other), 8)
+def place_of(part, rank, row, NUM_RANKS: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """Return the number of the row that a rank sends, among all rows of a buffer."""
+    return (part * NUM_RANKS + rank) * MAX_ROWS + row
+
+
+@triton.jit
+def to_peer(own, offsets_ptr, other):
+    """Return the address of another rank's buffer, as integers like `own`."""
+    return own + tl.multiple_of(tl.load(offsets_ptr + other), 8)
+
+
+@triton.jit
+def send_to_all(own, offsets_ptr, place, column, mine, valid, rank, WIDTH: tl.constexpr, NUM_RANKS: tl.constexpr):
+    """Store integers of this rank's row into the buffers of all other ranks."""
+    for other in tl.static_range(NUM_RANKS):
+        if other != rank:
+            tl.store(to_peer(own, offsets_ptr, other) + place * WIDTH + column, mine, valid)
 
 
 @triton.jit
@@ -78,7 +99,7 @@ def received(source, mine, valid, is_own, limit_ptr):
         source: pointers to this rank's buffer.
         mine: integers of this rank.
         valid: mask of both.
-        is_own: the row is that of this rank.
+        is_own: the row comes from this rank.
         limit_ptr: see `PeerBuffers`.
     """
     empty: tl.constexpr = -(1 << 15) if mine.dtype.primitive_bitwidth == 16 else -(1 << 31)
@@ -98,17 +119,15 @@ def received(source, mine, valid, is_own, limit_ptr):
 
 
 @triton.jit
-def part_before(part):
-    """Return the part of the buffer that the row took the time before."""
-    return (part + _PARTS - 1) % _PARTS
-
-
-@triton.jit
-def clear(own_ptr, offsets, valid, bits: tl.constexpr):
-    """Fill numbers of this rank's buffer with -0.0."""
+def clear_before(
+    own, part, row, column, valid, rank, WIDTH: tl.constexpr, NUM_RANKS: tl.constexpr, MAX_ROWS: tl.constexpr
+):
+    """Fill what other ranks sent for the row the time before with -0.0."""
+    bits: tl.constexpr = own.dtype.element_ty
     empty: tl.constexpr = -(1 << 15) if bits.primitive_bitwidth == 16 else -(1 << 31)
-    own = own_ptr.to(tl.pointer_type(bits))
-    tl.store(own + offsets, tl.full(offsets.shape, empty, bits), valid)
+    for other in tl.static_range(NUM_RANKS):
+        place = place_of((part + _PARTS - 1) % _PARTS, other, row, NUM_RANKS, MAX_ROWS)
+        tl.store(own + place * WIDTH + column, tl.full(column.shape, empty, bits), valid & (other != rank))
 
 
 @triton.jit

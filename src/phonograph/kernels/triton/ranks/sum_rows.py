@@ -20,12 +20,13 @@ from phonograph.kernels.triton.elementwise.layers import normal, weighted
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 from phonograph.kernels.triton.ranks.peer_buffers import (
     PeerBuffers,
-    clear,
+    as_integers,
+    clear_before,
     next_part,
-    part_before,
+    place_of,
     received,
+    send_to_all,
     sent_bits,
-    to_peer,
 )
 
 
@@ -83,9 +84,8 @@ def _sum_rows_kernel(
 ):
     """Program `row` sums a row."""
     number: tl.constexpr = x_ptr.dtype.element_ty
-    bits: tl.constexpr = tl.int16 if number.primitive_bitwidth == 16 else tl.int32
     row = tl.program_id(0).to(tl.int64)
-    own = own_ptr.to(tl.pointer_type(bits))
+    own = as_integers(own_ptr)
     column = tl.arange(0, BLOCK)
     valid = column < WIDTH
     # Constants, so before the wait.
@@ -94,14 +94,12 @@ def _sum_rows_kernel(
     pdl_begin(PDL)
     part = tl.load(counters_ptr + row)
     mine = sent_bits(tl.load(x_ptr + row * WIDTH + column, valid, other=0.0))
-    to = ((part * NUM_RANKS + rank) * MAX_ROWS + row) * WIDTH
-    for other in tl.static_range(NUM_RANKS):
-        if other != rank:
-            tl.store(to_peer(own_ptr, offsets_ptr, other, bits) + to + column, mine, valid)
+    place = place_of(part, rank, row, NUM_RANKS, MAX_ROWS)
+    send_to_all(own, offsets_ptr, place, column, mine, valid, rank, WIDTH, NUM_RANKS)
 
     total = tl.zeros([BLOCK], tl.float32)
     for other in tl.static_range(NUM_RANKS):
-        source = own + ((part * NUM_RANKS + other) * MAX_ROWS + row) * WIDTH + column
+        source = own + place_of(part, other, row, NUM_RANKS, MAX_ROWS) * WIDTH + column
         theirs, missing = received(source, mine, valid, other == rank, limit_ptr)
         total += tl.where(missing, float("nan"), theirs.to(number, bitcast=True).to(tl.float32))
 
@@ -119,7 +117,5 @@ def _sum_rows_kernel(
                 tl.store(scales_ptr + row, scale)
             tl.store(out_ptr + row * WIDTH + column, out, valid)
 
-    for other in tl.static_range(NUM_RANKS):
-        source = ((part_before(part) * NUM_RANKS + other) * MAX_ROWS + row) * WIDTH
-        clear(own_ptr, source + column, valid & (other != rank), bits)
+    clear_before(own, part, row, column, valid, rank, WIDTH, NUM_RANKS, MAX_ROWS)
     next_part(counters_ptr, row, part)
