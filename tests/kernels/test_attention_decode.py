@@ -139,10 +139,10 @@ def test_multiprocessors_by_work(
     assert extra < num_ranges
 
 
-def decodes_on_132(lens: list[int], device: torch.device) -> DecodePlan:
-    """Return the plan for one query each, with 8 KV heads on 132 multiprocessors."""
+def decodes_on_132(lens: list[int], device: torch.device, num_kv_heads: int = 8) -> DecodePlan:
+    """Return the plan for one query each, on 132 multiprocessors."""
     plan = make_decode_plan(
-        num_query_heads=32, num_kv_heads=8, head_size=128, max_num_seqs=256, num_sms=132, device=device
+        num_query_heads=32, num_kv_heads=num_kv_heads, head_size=128, max_num_seqs=256, num_sms=132, device=device
     )
     starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
     keys = torch.tensor(lens, dtype=torch.int32, device=device)
@@ -180,6 +180,15 @@ def test_long_units_are_cut_into_two_tiles_at_least(keys: int, tiles: int, devic
     assert (plan.records[:, 2] == tiles * plan.block_n).all()
     each, more = divmod(8 * -(-keys // (tiles * plan.block_n)), plan.programs)
     assert (plan.records[:, 3] == 1024 * each + more).all()
+
+
+@pytest.mark.parametrize(("keys", "tiles"), [(4096, 2), (16384, 5), (65000, 11)])
+def test_chunks_of_one_head_are_not_merged_for_longer_than_they_take(
+    keys: int, tiles: int, device: torch.device
+) -> None:
+    """The results of all programs would be merged in more time than most of these save."""
+    plan = decodes_on_132([keys], device, num_kv_heads=1)
+    assert (plan.records[:, 2] == tiles * plan.block_n).all()
 
 
 def test_ranges_of_short_sequences_have_fewer_keys(device: torch.device) -> None:
@@ -263,6 +272,33 @@ def test_features(window: tuple[int, int], causal: bool, kv_dtype: torch.dtype |
     )
     for softcap, alibi, sinks in ((0.0, False, False), (20.0, False, True), (0.0, True, False), (5.0, True, True)):
         problem = Problem(replace(base, softcap=softcap, alibi=alibi, sinks=sinks), device)
+        problem.check(problem.plan())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 1, 128), (16, 1, 64), (48, 2, 80), (16, 2, 256)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_programs_merge_the_rows_of_a_unit_together(
+    heads: int, kv_heads: int, dim: int, sinks: bool, device: torch.device
+) -> None:
+    """Batches of one chunk a program and of more, in turn: each launch leaves the counters as the next needs them."""
+    base = Case(
+        batch=((1, 30000),),
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=dim,
+        dtype=torch.bfloat16,
+        sinks=sinks,
+        num_sms=132,
+    )
+    batches = ((1, 30000),), ((1, 9000), (1, 8700), (1, 100)), ((5, 7000), (1, 20000)), ((16, 5000),), LONG
+    for batch in batches:
+        problem = Problem(replace(base, batch=batch), device)
+        plan = problem.plan()
+        for _ in range(3):
+            problem.check(plan)
+    for batch in batches[:2]:
+        problem = Problem(replace(base, batch=batch, max_query_len=1), device)
         problem.check(problem.plan())
 
 

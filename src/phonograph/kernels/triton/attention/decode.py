@@ -35,7 +35,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.attention_scratch import PREFILL_ROWS, row_tiles
+from phonograph.kernels.attention_scratch import PREFILL_ROWS, holds_all_programs, row_tiles
 from phonograph.kernels.triton.attention.decode_plan import (
     PACKED,
     PREFIX_WORDS,
@@ -70,6 +70,9 @@ from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 # Values per warp that a merge has in flight; they limit how many programs' results it reads at once.
 _MERGE_VALUES = 2048
+# Programs a sequence and KV head from which a unit's programs merge its rows together. With two of them, waiting for each
+# other takes longer than one takes to merge the rows.
+_TOGETHER_FROM = 4
 # Upper bounds of the bytes of keys and values that a program has in flight, with and without a large tile of queries in
 # shared memory. Each leaves room for exactly two programs on a multiprocessor. With room for three, some
 # multiprocessors would get three and some one, because a program starts where one of the previous kernel ends.
@@ -136,7 +139,8 @@ def decode_attention(
     width = plan.partial_out.shape[2]
     shares = plan.prefixes_of(seq_lens.shape[0], max_query_len)
     small, large = row_tiles(plan.group, width, shares=shares is not None)
-    merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
+    together = plan.programs >= _TOGETHER_FROM * plan.num_kv_heads * seq_lens.shape[0] and _may_wait()
+    merge_rows = min(max(4 if together or plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
     one_tile = max_query_len * plan.group <= small
     items = shares.items if shares is not None and in_tiles else None
     largest = small if one_tile and (shares is None or items is not None) else large
@@ -203,6 +207,7 @@ def decode_attention(
             RIGHT=0 if causal else window[1],
             SOFTCAP=softcap != 0.0,
             MERGE_ROWS=merge_rows,
+            TOGETHER=together and max_query_len * plan.group > merge_rows,
             PARTS=max(2, _MERGE_VALUES * _NUM_WARPS // (merge_rows * width)),
             MERGED=_MERGE_VALUES * _NUM_WARPS,
             STAGES=min(max(stages, 2), _MAX_STAGES),
@@ -211,6 +216,16 @@ def decode_attention(
             **pdl_options(),
             num_warps=_NUM_WARPS,
         )
+
+
+def _may_wait() -> bool:
+    """Return True if programs may wait for each other, because all run at once. Without a GPU, that is Hopper.
+
+    The interpreter runs one after the other.
+    """
+    if knobs.runtime.interpret or not torch.cuda.is_available():
+        return not knobs.runtime.interpret
+    return holds_all_programs(torch.cuda.get_device_capability())
 
 
 # Operands of the kernel, with their strides and factors.
@@ -284,6 +299,7 @@ def _attention_kernel(
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PARTS: tl.constexpr,
     MERGED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -324,12 +340,12 @@ def _attention_kernel(
     # The first record is of shared prefixes, if there are any.
     if PHASES % 2:  # noqa: SIM102 (one is known when compiled, the other is not)
         if together > 0:
-            _attend_range(tensors, sequences, record, program, SHAPE, MERGE_ROWS, PARTS, SHARED=True)
+            _attend_range(tensors, sequences, record, program, SHAPE, MERGE_ROWS, PARTS, TOGETHER, SHARED=True)
             if PHASES == 3:
                 _wait_for_programs(arrivals, together)
                 record = read_record(records + PROGRAMS * RECORD_WORDS, program)
     if PHASES >= 2:
-        _attend_range(tensors, sequences, record, program, SHAPE, MERGE_ROWS, PARTS, SHARED=False)
+        _attend_range(tensors, sequences, record, program, SHAPE, MERGE_ROWS, PARTS, TOGETHER, SHARED=False)
 
     # Zero the padding rows.
     ROW: tl.constexpr = KV_HEADS * GROUP * HEAD_SIZE
@@ -351,7 +367,15 @@ def _attention_kernel(
 
 @triton.jit
 def _attend_range(
-    tensors, sequences, record, program, shape, MERGE_ROWS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr
+    tensors,
+    sequences,
+    record,
+    program,
+    shape,
+    MERGE_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """Attend the units of a program's range, from that of its record on: of shared prefixes, or of own keys."""
     index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word, _ = record
@@ -391,12 +415,26 @@ def _attend_range(
             complete = _attend_unit(tensors, part_of_unit, shape, shape.SMALL, SHARED)
         else:
             complete = _attend_unit(tensors, part_of_unit, shape, shape.LARGE, SHARED)
-        if not SHARED:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if not SHARED:
+            first_row = row_tile * tile_rows
+            num_rows = tl.minimum(query_len * shape.GROUP - first_row, tile_rows)
+            begin, mergers = 0, 1
+            if TOGETHER:
+                begin, mergers = unit * 0, unit * 0 + 1
+                # Where no program has two chunks, none is waited for that waits itself.
+                if (first < last) & (empty == 0):
+                    mergers = tl.minimum(last - first + 1, tl.cdiv(num_rows, MERGE_ROWS))
+                    begin = program - first
+                    complete = (begin < mergers).to(tl.int32)
+                    if complete != 0:
+                        _wait_for_results(tensors.counters + first, last - first + 1)
             if complete != 0:
-                first_row = row_tile * tile_rows
-                num_rows = tl.minimum(query_len * shape.GROUP - first_row, tile_rows)
-                _merge_unit(tensors, part_of_unit, shape, first_row, num_rows, MERGE_ROWS, PARTS)
-                tl.store(tensors.counters + first, 0)
+                _merge_unit(tensors, part_of_unit, shape, first_row, num_rows, begin, mergers, MERGE_ROWS, PARTS)
+                left = last - first + mergers
+                if mergers > 1:
+                    left = tl.atomic_add(tensors.counters + first, 1)
+                if left == last - first + mergers:
+                    tl.store(tensors.counters + first, 0)
 
         position += taken
         chunk += taken
@@ -433,6 +471,14 @@ def _wait_for_programs(arrivals, count):
     if tl.atomic_add(arrivals + 1, 1) == count - 1:
         tl.store(arrivals, 0)
         tl.store(arrivals + 1, 0)
+
+
+@triton.jit
+def _wait_for_results(counter, count):
+    """Wait until a unit's `count` results have been counted."""
+    arrived = tl.atomic_add(counter, 0)
+    while arrived < count:
+        arrived = tl.atomic_add(counter, 0)
 
 
 @triton.jit
@@ -700,13 +746,16 @@ def _after_prefixes(tensors, unit, shape, token_M, head_M, valid_M):
 
 @triton.jit
 def _merge_unit(
-    tensors, unit, shape, first_row, num_rows, ROWS: tl.constexpr, PARTS: tl.constexpr
+    tensors, unit, shape, first_row, num_rows, begin, mergers, ROWS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Merge a unit's partial results of programs `first` to `last`, PARTS of them and ROWS rows at a time."""
+    """Merge a unit's partial results of programs `first` to `last`, PARTS of them and ROWS rows at a time.
+
+    Of `mergers` programs this is number `begin`; each merges other rows.
+    """
     WIDTH: tl.constexpr = shape.WIDTH
     dim = tl.arange(0, WIDTH)
     num_parts = unit.last - unit.first + 1
-    for strip in range(0, num_rows, ROWS):
+    for strip in range(begin * ROWS, num_rows, mergers * ROWS):
         scratch_M = strip + tl.arange(0, ROWS)
         token_M, head_M = token_and_head(first_row + scratch_M, unit.kv_head, shape.GROUP)
         valid_M = scratch_M < num_rows

@@ -87,6 +87,8 @@ COSTS = tl.constexpr(16)
 # Largest number of tiles of a unit for which a chunk may be one tile. A program merges about that many results at a
 # time, and merging more takes longer than a second tile.
 _MERGED = tl.constexpr(8)
+# Results that are merged in the time of a tile of keys.
+_RESULTS_MERGED_A_TILE = tl.constexpr(8)
 # More than any kind; divides each first key. A smaller number shares a word with a multiple of this.
 PACKED = tl.constexpr(8)
 _SHARING_COST = tl.constexpr(SHARING_COST)
@@ -504,7 +506,10 @@ def _divide(tiles_R, units_R, more_tiles_R, more_units_R, programs):
     most_R = tl.maximum(tl.where(units_R > 0, tiles_R, 0), tl.where(more_units_R > 0, more_tiles_R, 0))
     # The smallest chunk that leaves no program two chunks: up to half above a fair share, but at most the number
     # of tiles that take as long as the end of a unit and the beginning of the next.
-    least = tl.where(tl.max(most_R) > _MERGED, 2, 1)
+    most = tl.max(most_R)
+    least = tl.where(most > _MERGED, 2, 1)
+    # A unit in N chunks takes the time of most / N tiles and of merging N results, together the least for this size.
+    least = tl.maximum(least, tl.sqrt(most / _RESULTS_MERGED_A_TILE).to(tl.int32))
     fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R + more_tiles_R * more_units_R), programs), least)
     size_C = fair + tl.cdiv(tl.minimum(fair, 2 * UNIT_COST) * tl.arange(0, 16), 32)
     chunks_CR = tl.cdiv(tiles_R[None, :], size_C[:, None]) * units_R[None, :]
