@@ -97,6 +97,8 @@ _MORE = {
 """Instructions of a kernel that are told, beside those of all."""
 _WITHOUT_PRODUCTS = "_plan_kernel", "_merge_kernel", "_compare_kernel"
 """Kernels that are compiled on the way. Nothing in their machine code is looked at."""
+_HALF = (228 - 2) // 2 * 1024
+"""Shared memory of each of two programs on a multiprocessor, which keeps 1 KiB for each."""
 _ZERO = 63
 """The uniform register that is always zero."""
 
@@ -160,6 +162,7 @@ def main() -> None:
         {"kv_dtype": torch.float8_e5m2, "head_size": 64},
         {"kv_dtype": torch.float8_e4m3fn, "head_size": 32, "dtype": torch.float16},
         {"head_size": 512},
+        {"batch": ((1, 90),) * 4, "kv_dtype": torch.float8_e4m3fn, "dtype": torch.float32, "max_query_len": 1},
         # Has the loop of keys that no sequences share too.
         {"batch": ((1, 90),) * 4, "shared": ((0, 0), *[(0, 64)] * 3), "kv_dtype": torch.float8_e4m3fn, "sinks": True},
     ):
@@ -250,6 +253,10 @@ def main() -> None:
     name, words = "tag", torch.empty(68, dtype=torch.int32)
     pinned_words.send_words(words, words[:64], words[None], more=words[:3])
     limit = shared_memory()
+    two_each = [name for name in kernels if name.startswith("_attention_kernel") and " long" not in name]
+    assert len(two_each) == 6
+    too_large = {name: size for name in two_each if (size := kernels[name].metadata.shared) > _HALF}
+    assert not too_large, f"of {_HALF} bytes, half of a multiprocessor's shared memory: {too_large}"
     too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
     assert not too_large, f"of {limit} bytes of shared memory: {too_large}"
     report = {

@@ -70,8 +70,8 @@ from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 # Values per warp that a merge has in flight; they limit how many programs' results it reads at once.
 _MERGE_VALUES = 2048
-# Programs a sequence and KV head from which a unit's programs merge its rows together. With two of them, waiting for each
-# other takes longer than one takes to merge the rows.
+# Programs for each sequence and KV head from which those of a unit merge its rows together. Two of them wait for each
+# other for longer than one takes to merge the rows.
 _TOGETHER_FROM = 4
 # Upper bounds of the bytes of keys and values that a program has in flight, with and without a large tile of queries in
 # shared memory. Each leaves room for exactly two programs on a multiprocessor. With room for three, some
@@ -139,12 +139,16 @@ def decode_attention(
     width = plan.partial_out.shape[2]
     shares = plan.prefixes_of(seq_lens.shape[0], max_query_len)
     small, large = row_tiles(plan.group, width, shares=shares is not None)
-    together = plan.programs >= _TOGETHER_FROM * plan.num_kv_heads * seq_lens.shape[0] and _may_wait()
-    merge_rows = min(max(4 if together or plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
+    few_rows, merge_rows = (
+        min(max(rows, 512 // width), plan.partial_out.shape[1]) for rows in (4, 4 if plan.group <= 4 else 8)
+    )
+    together = plan.programs >= _TOGETHER_FROM * plan.num_kv_heads * seq_lens.shape[0]
     one_tile = max_query_len * plan.group <= small
     items = shares.items if shares is not None and in_tiles else None
     largest = small if one_tile and (shares is None or items is not None) else large
     in_flight = min(_IN_FLIGHT[largest <= 16], shared_memory() - _OTHER_BYTES)
+    if query_THD.element_size() > 2 * kv_cache.element_size():
+        in_flight //= 2  # FP8 in float32 takes the other half
     stages = 1 + in_flight // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     prefixes, arrivals, shared_tokens, item_row = None, None, 0, 0
@@ -185,6 +189,7 @@ def decode_attention(
             scale,
             softcap,
             int(overlaps_prefill),
+            int(together),
             PHASES=phase,
             ONE_TILE=one_tile,
             SHARED_TOKENS=shared_tokens,
@@ -207,8 +212,7 @@ def decode_attention(
             RIGHT=0 if causal else window[1],
             SOFTCAP=softcap != 0.0,
             MERGE_ROWS=merge_rows,
-            TOGETHER=together and max_query_len * plan.group > merge_rows,
-            PARTS=max(2, _MERGE_VALUES * _NUM_WARPS // (merge_rows * width)),
+            FEW_ROWS=few_rows if _may_wait() and max_query_len * plan.group > few_rows else 0,
             MERGED=_MERGE_VALUES * _NUM_WARPS,
             STAGES=min(max(stages, 2), _MAX_STAGES),
             AHEAD=_AHEAD,
@@ -232,7 +236,7 @@ def _may_wait() -> bool:
 _Tensors = namedtuple(
     "_Tensors",
     "query_THD cache block_table out_THD lse_HT alibi_slopes sinks k_scale v_scale counters partial_out partial_lse "
-    "prefixes stride_kv stride_table stride_lse scale softcap",
+    "prefixes stride_kv stride_table stride_lse scale softcap together",
 )
 # A program's keys of one unit: `first` and `last` are the programs that have keys of the unit, `slot` and `first_slot`
 # the partial results of this one and of the first. `kind` is the level of a prefix, and SHARES for the first own keys
@@ -246,11 +250,12 @@ _Unit = namedtuple(
 _Shape = namedtuple(
     "_Shape",
     "KV_HEADS GROUP SMALL LARGE ONE_TILE HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE "
-    "SCRATCH_ROWS SHARED_TOKENS ITEM_ROW PROGRAMS BLOCK_N LEFT HOLES RIGHT SOFTCAP MERGED STAGES FP8_AT_ONCE",
+    "SCRATCH_ROWS SHARED_TOKENS ITEM_ROW PROGRAMS BLOCK_N LEFT HOLES RIGHT SOFTCAP MERGE_ROWS FEW_ROWS MERGED STAGES "
+    "FP8_AT_ONCE",
 )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_lse", "overlaps_prefill"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_lse", "overlaps_prefill", "merge_together"])
 def _attention_kernel(
     query_THD,
     cache,
@@ -277,6 +282,7 @@ def _attention_kernel(
     scale,
     softcap,
     overlaps_prefill,
+    merge_together,
     PHASES: tl.constexpr,
     ONE_TILE: tl.constexpr,
     SHARED_TOKENS: tl.constexpr,
@@ -299,8 +305,7 @@ def _attention_kernel(
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    PARTS: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
     MERGED: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -312,12 +317,12 @@ def _attention_kernel(
         tl_cuda.gdc_launch_dependents()
     tensors = _Tensors(
         query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
-        partial_out, partial_lse, prefixes, stride_kv, stride_table, stride_lse, scale, softcap,
+        partial_out, partial_lse, prefixes, stride_kv, stride_table, stride_lse, scale, softcap, merge_together,
     )  # fmt: skip
     SHAPE: tl.constexpr = _Shape(
         KV_HEADS, GROUP, SMALL, LARGE, ONE_TILE, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT,
         STRIDE_HEAD, BLOCK_SIZE, SCRATCH_ROWS, SHARED_TOKENS, ITEM_ROW, PROGRAMS, BLOCK_N, LEFT,
-        LEFT >= 0 and SHARED_TOKENS > 0, RIGHT, SOFTCAP, MERGED, STAGES, FP8_AT_ONCE,
+        LEFT >= 0 and SHARED_TOKENS > 0, RIGHT, SOFTCAP, MERGE_ROWS, FEW_ROWS, MERGED, STAGES, FP8_AT_ONCE,
     )  # fmt: skip
     program = tl.program_id(0)
     record = read_record(records, program)
@@ -340,12 +345,12 @@ def _attention_kernel(
     # The first record is of shared prefixes, if there are any.
     if PHASES % 2:  # noqa: SIM102 (one is known when compiled, the other is not)
         if together > 0:
-            _attend_range(tensors, sequences, record, program, SHAPE, MERGE_ROWS, PARTS, TOGETHER, SHARED=True)
+            _attend_range(tensors, sequences, record, program, SHAPE, SHARED=True)
             if PHASES == 3:
                 _wait_for_programs(arrivals, together)
                 record = read_record(records + PROGRAMS * RECORD_WORDS, program)
     if PHASES >= 2:
-        _attend_range(tensors, sequences, record, program, SHAPE, MERGE_ROWS, PARTS, TOGETHER, SHARED=False)
+        _attend_range(tensors, sequences, record, program, SHAPE, SHARED=False)
 
     # Zero the padding rows.
     ROW: tl.constexpr = KV_HEADS * GROUP * HEAD_SIZE
@@ -366,17 +371,7 @@ def _attention_kernel(
 
 
 @triton.jit
-def _attend_range(
-    tensors,
-    sequences,
-    record,
-    program,
-    shape,
-    MERGE_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    SHARED: tl.constexpr,
-):
+def _attend_range(tensors, sequences, record, program, shape, SHARED: tl.constexpr):
     """Attend the units of a program's range, from that of its record on: of shared prefixes, or of own keys."""
     index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word, _ = record
     # `position` counts the chunks of the batch, `chunk` the sequence's chunks that have keys.
@@ -418,23 +413,22 @@ def _attend_range(
         if not SHARED:
             first_row = row_tile * tile_rows
             num_rows = tl.minimum(query_len * shape.GROUP - first_row, tile_rows)
-            begin, mergers = 0, 1
-            if TOGETHER:
-                begin, mergers = unit * 0, unit * 0 + 1
+            if shape.FEW_ROWS > 0:  # noqa: SIM102 (one is known when compiled, the other is not)
                 # Where no program has two chunks, none is waited for that waits itself.
-                if (first < last) & (empty == 0):
-                    mergers = tl.minimum(last - first + 1, tl.cdiv(num_rows, MERGE_ROWS))
-                    begin = program - first
-                    complete = (begin < mergers).to(tl.int32)
-                    if complete != 0:
-                        _wait_for_results(tensors.counters + first, last - first + 1)
+                if (tensors.together != 0) & (first < last) & (empty == 0):
+                    counter, parts = tensors.counters + first, last - first + 1
+                    mergers = tl.minimum(parts, tl.cdiv(num_rows, shape.FEW_ROWS))
+                    if program - first < mergers:
+                        _wait_for_results(counter, parts)
+                        _merge_unit(
+                            tensors, part_of_unit, shape, first_row, num_rows, program - first, mergers, shape.FEW_ROWS
+                        )
+                        if tl.atomic_add(counter, 1) == parts + mergers - 1:
+                            tl.store(counter, 0)
+                    complete = complete * 0
             if complete != 0:
-                _merge_unit(tensors, part_of_unit, shape, first_row, num_rows, begin, mergers, MERGE_ROWS, PARTS)
-                left = last - first + mergers
-                if mergers > 1:
-                    left = tl.atomic_add(tensors.counters + first, 1)
-                if left == last - first + mergers:
-                    tl.store(tensors.counters + first, 0)
+                _merge_unit(tensors, part_of_unit, shape, first_row, num_rows, 0, 1, shape.MERGE_ROWS)
+                tl.store(tensors.counters + first, 0)
 
         position += taken
         chunk += taken
@@ -746,13 +740,14 @@ def _after_prefixes(tensors, unit, shape, token_M, head_M, valid_M):
 
 @triton.jit
 def _merge_unit(
-    tensors, unit, shape, first_row, num_rows, begin, mergers, ROWS: tl.constexpr, PARTS: tl.constexpr
+    tensors, unit, shape, first_row, num_rows, begin, mergers, ROWS: tl.constexpr
 ):  # fmt: skip
     """Merge a unit's partial results of programs `first` to `last`, PARTS of them and ROWS rows at a time.
 
     Of `mergers` programs this is number `begin`; each merges other rows.
     """
     WIDTH: tl.constexpr = shape.WIDTH
+    PARTS: tl.constexpr = max(2, shape.MERGED // (ROWS * WIDTH))
     dim = tl.arange(0, WIDTH)
     num_parts = unit.last - unit.first + 1
     for strip in range(begin * ROWS, num_rows, mergers * ROWS):
