@@ -10,7 +10,8 @@ Algorithm: split keys with a merge by LSE (Flash-Decoding, Dao et al., 2023), di
 2. A program runs the online softmax of `tile` over each unit of its range, and writes the rows of whole units.
 3. A unit that is cut between programs leaves normalized partial results with their LSE.
 4. The program that completes the unit merges them in the order of their keys: without a second launch, and with a
-   result that does not depend on which program comes last.
+   result that does not depend on which program comes last. Where few units are each cut between many programs, these
+   wait for each other, and each merges other rows.
 5. Prefixes that sequences share (`shared_runs`) come first: all programs attend them, as sequences with the queries of
    all that share them, and leave partial results. Then the programs wait for each other. The softmax of a sequence that
    shares begins with the partial results of its prefixes, in the order of their keys. With a window they lie amid the
