@@ -28,6 +28,7 @@ Algorithm: split keys with a merge by LSE (Flash-Decoding, Dao et al., 2023), di
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 
 import torch
@@ -71,8 +72,8 @@ from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 # Values per warp that a merge has in flight; they limit how many programs' results it reads at once.
 _MERGE_VALUES = 2048
-# Programs for each sequence and KV head from which those of a unit merge its rows together. Two of them wait for each
-# other for longer than one takes to merge the rows.
+# Number of programs for each sequence and KV head from which the programs of a unit merge its rows together. With two
+# programs, the wait for each other takes longer than one needs to merge the rows.
 _TOGETHER_FROM = 4
 # Upper bounds of the bytes of keys and values that a program has in flight, with and without a large tile of queries in
 # shared memory. Each leaves room for exactly two programs on a multiprocessor. With room for three, some
@@ -140,10 +141,9 @@ def decode_attention(
     width = plan.partial_out.shape[2]
     shares = plan.prefixes_of(seq_lens.shape[0], max_query_len)
     small, large = row_tiles(plan.group, width, shares=shares is not None)
-    few_rows, merge_rows = (
-        min(max(rows, 512 // width), plan.partial_out.shape[1]) for rows in (4, 4 if plan.group <= 4 else 8)
-    )
-    together = plan.programs >= _TOGETHER_FROM * plan.num_kv_heads * seq_lens.shape[0]
+    few_rows = min(max(4, 512 // width), plan.partial_out.shape[1])
+    merge_rows = few_rows if plan.group <= 4 else min(max(8, 512 // width), plan.partial_out.shape[1])
+    merge_together = plan.programs >= _TOGETHER_FROM * plan.num_kv_heads * seq_lens.shape[0]
     one_tile = max_query_len * plan.group <= small
     items = shares.items if shares is not None and in_tiles else None
     largest = small if one_tile and (shares is None or items is not None) else large
@@ -190,7 +190,7 @@ def decode_attention(
             scale,
             softcap,
             int(overlaps_prefill),
-            int(together),
+            int(merge_together),
             PHASES=phase,
             ONE_TILE=one_tile,
             SHARED_TOKENS=shared_tokens,
@@ -223,21 +223,21 @@ def decode_attention(
         )
 
 
+@functools.cache
 def _may_wait() -> bool:
     """Return True if programs may wait for each other, because all run at once. Without a GPU, that is Hopper.
 
     The interpreter runs one after the other.
     """
-    if knobs.runtime.interpret or not torch.cuda.is_available():
-        return not knobs.runtime.interpret
-    return holds_all_programs(torch.cuda.get_device_capability())
+    on_gpu = torch.cuda.is_available()
+    return not knobs.runtime.interpret and (not on_gpu or holds_all_programs(torch.cuda.get_device_capability()))
 
 
 # Operands of the kernel, with their strides and factors.
 _Tensors = namedtuple(
     "_Tensors",
     "query_THD cache block_table out_THD lse_HT alibi_slopes sinks k_scale v_scale counters partial_out partial_lse "
-    "prefixes stride_kv stride_table stride_lse scale softcap together",
+    "prefixes stride_kv stride_table stride_lse scale softcap merge_together",
 )
 # A program's keys of one unit: `first` and `last` are the programs that have keys of the unit, `slot` and `first_slot`
 # the partial results of this one and of the first. `kind` is the level of a prefix, and SHARES for the first own keys
@@ -416,11 +416,11 @@ def _attend_range(tensors, sequences, record, program, shape, SHARED: tl.constex
             num_rows = tl.minimum(query_len * shape.GROUP - first_row, tile_rows)
             if shape.FEW_ROWS > 0:  # noqa: SIM102 (one is known when compiled, the other is not)
                 # Where no program has two chunks, none is waited for that waits itself.
-                if (tensors.together != 0) & (first < last) & (empty == 0):
+                if (tensors.merge_together != 0) & (first < last) & (empty == 0):
                     counter, parts = tensors.counters + first, last - first + 1
                     mergers = tl.minimum(parts, tl.cdiv(num_rows, shape.FEW_ROWS))
                     if program - first < mergers:
-                        _wait_for_results(counter, parts)
+                        _wait_for_count(counter, tl.atomic_add(counter, 0), parts)
                         _merge_unit(
                             tensors, part_of_unit, shape, first_row, num_rows, program - first, mergers, shape.FEW_ROWS
                         )
@@ -460,18 +460,15 @@ def _wait_for_programs(arrivals, count):
     """
     # All threads have written before one of them counts the program.
     tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals, 1) + 1
-    while arrived < count:
-        arrived = tl.atomic_add(arrivals, 0)
+    _wait_for_count(arrivals, tl.atomic_add(arrivals, 1) + 1, count)
     if tl.atomic_add(arrivals + 1, 1) == count - 1:
         tl.store(arrivals, 0)
         tl.store(arrivals + 1, 0)
 
 
 @triton.jit
-def _wait_for_results(counter, count):
-    """Wait until a unit's `count` results have been counted."""
-    arrived = tl.atomic_add(counter, 0)
+def _wait_for_count(counter, arrived, count):
+    """Wait until a counter, which was at `arrived`, is at `count`."""
     while arrived < count:
         arrived = tl.atomic_add(counter, 0)
 

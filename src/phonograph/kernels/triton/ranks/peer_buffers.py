@@ -33,7 +33,7 @@ class PeerBuffers(NamedTuple):
 
     Attributes:
         own: [3, W, R, F], in the type of the rows; all of it is -0.0 at first.
-        offsets: int64 [W], from the buffer of this rank to those of all ranks, in numbers of a row; multiples of 8.
+        offsets: int64 [W], from this rank's buffer to the buffer of each rank, in numbers of a row; multiples of 8.
         counters: int32 [R], the part that a row takes next; 0 at first.
         limit: int32 [1], times that a program looks for a row.
         rank: number of this rank among the W.
@@ -57,14 +57,14 @@ class PeerBuffers(NamedTuple):
 
 @triton.jit
 def as_integers(own_ptr):
-    """Return the address of this rank's buffer as that of integers with as many bits as its numbers."""
+    """Return this rank's buffer as a pointer to integers, which have the same size as its numbers."""
     bits: tl.constexpr = tl.int16 if own_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
     return own_ptr.to(tl.pointer_type(bits))
 
 
 @triton.jit
 def sent_bits(x):
-    """Return numbers as integers of as many bits, -0.0 as 0.0."""
+    """Return the bits of numbers as integers of the same size. -0.0 becomes 0.0."""
     bits: tl.constexpr = tl.int16 if x.dtype.primitive_bitwidth == 16 else tl.int32
     empty: tl.constexpr = -(1 << 15) if x.dtype.primitive_bitwidth == 16 else -(1 << 31)
     x = x.to(bits, bitcast=True)
