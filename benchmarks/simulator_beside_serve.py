@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import re
 import subprocess
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 from bench.result_files import output_file, write_result
-from checks.processes import ServerProcess, free_port, leave_at_sigterm
+from checks.processes import ServerProcess, leave_at_sigterm
 from phonograph.bench.records.record import provenance
 from phonograph.bench.serving.lengths import sharegpt_like_lengths
 from phonograph.bench.serving.load import arrival_times
@@ -166,7 +165,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--output", type=output_file, required=True)
-    parser.add_argument("--tokenizer", default="demo", help="makes the tokens of prompts")
+    parser.add_argument("--tokenizer", help="of a model without one; only its size counts, as prompts are tokens")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests of each workload")
     parser.add_argument("--device-name", help="device of the plan, where the server ran")
     arguments, flags = parser.parse_known_args()
@@ -180,14 +179,12 @@ def main() -> None:
             write_trace(make, traces[-1], arguments.scale)
     missing = [one for one in traces if not one.with_suffix(".served.json").exists()]
     if missing:
-        port = free_port()
-        command = [sys.executable, "-m", "phonograph", "serve", arguments.model, "--port", str(port), *flags]
-        log = arguments.folder / "server.log"
-        server = ServerProcess("the server", command, url=f"http://127.0.0.1:{port}", log=log, environment=os.environ)
+        tokenizer = ["--tokenizer", arguments.tokenizer] if arguments.tokenizer is not None else []
+        server = ServerProcess.of_checkout([arguments.model, *tokenizer, *flags], arguments.folder / "server.log")
         try:
             server.wait_until_ready(READY_SECONDS, print)
             for seed, trace in enumerate(missing):
-                served = measure(server, trace, arguments.tokenizer, seed)
+                served = measure(server, trace, arguments.tokenizer or "demo", seed)
                 trace.with_suffix(".served.json").write_text(json.dumps(served), encoding="utf-8")
                 print(trace.stem, json.dumps(served), flush=True)
         finally:

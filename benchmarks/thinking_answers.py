@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import jsonschema
 from openai import OpenAI
 
 from bench.result_files import output_file, write_result
-from checks.processes import ServerProcess, free_port, leave_at_sigterm
+from checks.processes import ServerProcess, leave_at_sigterm
 from phonograph.bench.records.record import provenance
 from phonograph.demo import MODEL_DIRECTORY
 
@@ -56,12 +55,11 @@ def main() -> int:
         url, largest = options.url, None
         if url is None:
             folder, largest = Path(stack.enter_context(tempfile.TemporaryDirectory())), 40
-            url = f"http://127.0.0.1:{free_port()}"
-            flags = ["--port", url.rsplit(":")[-1], "--reasoning-parser", "qwen3"]
-            command = [sys.executable, "-m", "phonograph", "serve", str(thinking_demo(folder)), *flags]
-            server = ServerProcess("server", command, url=url, log=folder / "log", environment=os.environ)
+            served = [str(thinking_demo(folder)), "--reasoning-parser", "qwen3"]
+            server = ServerProcess.of_checkout(served, folder / "log")
             stack.callback(server.stop)
             server.wait_until_ready(120, print)
+            url = server.url
         client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0)
         model = client.models.list().data[0].id
         pool = stack.enter_context(ThreadPoolExecutor(options.concurrency))

@@ -1,6 +1,7 @@
 """Kernels, attention backend and graph mode that vLLM chose, from its log.
 
 A figure of a peer means little without them: with dummy weights vLLM once ran the weights of a GPTQ model in 16 bits.
+With layers that have a state, a block of attention is as large as a state, which tells the state's type.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ _CHOICES = re.compile(
     r"(?:Using|Selected) \S*(?:Kernel|Experts|MoE)\S*(?: \S+)*"
     r"|Using .{0,80}attention backend.*"
     r"|Using FlashAttention version.*"
+    r"|Setting attention block size to \d+ tokens"
     r"|Capturing CUDA graphs \([^)]*\)"
     r"|\bquantization=[^, ]+"
     r"|['\"]?cudagraph_mode['\"]?: ?[^,]+(?:, ?\d\)>)?"

@@ -25,6 +25,7 @@ PROGRESS_SECONDS = 10.0
 STOP_SECONDS = 40.0
 """Time that a server has to end by itself, which is longer than ours drains."""
 SHOWN_LINE = 120
+_SOURCES = Path(__file__).resolve().parents[2] / "src"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without the proxies that the environment may name: servers are on this machine."""
 
@@ -45,6 +46,15 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 list(command), env=dict(environment), stdout=file, stderr=file, start_new_session=True
             )
+
+    @classmethod
+    def of_checkout(cls, arguments: Sequence[str], log: Path) -> ServerProcess:
+        """Start `phonograph serve` with the sources of this checkout in front, on a free port."""
+        port = free_port()
+        command = [sys.executable, "-m", "phonograph", "serve", *arguments, "--port", str(port)]
+        path = os.pathsep.join(filter(None, [str(_SOURCES), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path}
+        return cls("the server", command, url=f"http://127.0.0.1:{port}", log=log, environment=environment)
 
     @property
     def pid(self) -> int:

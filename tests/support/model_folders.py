@@ -23,6 +23,9 @@ LARGE_WHISPER = {
     **{"encoder_attention_heads": 20, "decoder_attention_heads": 20, "encoder_ffn_dim": 5120, "decoder_ffn_dim": 5120},
 }
 
+QWEN_TEXT = {"mamba_ssm_dtype": "float32", "max_position_embeddings": 262144}
+"""Fields of published models. Without the type, vLLM keeps states in bfloat16."""
+
 
 def of_class(kind: type[Any], architecture: str, **fields: Any) -> dict[str, Any]:
     return {**kind(**fields).to_dict(), "architectures": [architecture], "dtype": "bfloat16"}
@@ -31,8 +34,8 @@ def of_class(kind: type[Any], architecture: str, **fields: Any) -> dict[str, Any
 def configs() -> dict[str, dict[str, Any]]:
     """Return fields of config.json by the name of the folder."""
     found = {
-        "qwen3.6-35b-a3b": of_class(Qwen3_5MoeConfig, "Qwen3_5MoeForConditionalGeneration"),
-        "qwen3.5-9b": of_class(Qwen3_5Config, "Qwen3_5ForConditionalGeneration"),
+        "qwen3.6-35b-a3b": of_class(Qwen3_5MoeConfig, "Qwen3_5MoeForConditionalGeneration", text_config=QWEN_TEXT),
+        "qwen3.5-9b": of_class(Qwen3_5Config, "Qwen3_5ForConditionalGeneration", text_config=QWEN_TEXT),
         "whisper-large-v3": of_class(WhisperConfig, "WhisperForConditionalGeneration", **LARGE_WHISPER),
         "falcon-h1-0.5b": FAMILY_CONFIGS["tiiuae/Falcon-H1-0.5B-Base"][0],
         "nemotron-3-nano": FAMILY_CONFIGS["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"][0],
