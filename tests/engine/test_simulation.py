@@ -161,6 +161,33 @@ def test_two_engines_take_half_the_time_and_all_requests_are_whole() -> None:
     assert facts["total_output_tokens"] == 1200 and facts["padding"] < 0.5 and facts["busy_share"] <= 1
 
 
+class Keys(Ticks):
+    """Keeps the most keys that the decodes of a step read."""
+
+    most = 0
+
+    def seconds(self, work: StepWork) -> float:
+        self.most = max(self.most, work.decode_keys)
+        return super().seconds(work)
+
+
+@pytest.mark.parametrize(("device", "times_read"), [("h100", 2), ("cpu", 32), ("h100 off", 32)])
+def test_decodes_read_a_shared_prefix_once(device: str, times_read: int) -> None:
+    """Two prefixes of 2,048 tokens, each of 16 sequences that come in turn and decode together, with 50 own tokens."""
+    settings: dict[str, Any] = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": 32}
+    settings |= {"num_kv_blocks": 9000, "cudagraph_capture_sizes": None}
+    settings |= {"cascade_attention": "off"} if device.endswith("off") else {}
+    plan, times = plan_of(device.split()[0], **settings), Keys()
+    prefixes = (0, 1, 2, 3), (10, 11, 12, 13)
+    # The first two fill the cache, and have ended when the others come.
+    trace = [
+        TracedRequest(number, 1e6 * (number > 1), 2048 + 50, 400, (*prefixes[number % 2], 100 + number))
+        for number in range(34)
+    ]
+    simulate(plan, times, trace)
+    assert 32 * 400 < times.most - times_read * 2048 < 32 * 450
+
+
 class Smooth(Ticks):
     """Steps of milliseconds that take longer with their work."""
 

@@ -18,6 +18,7 @@ from phonograph.engine.build import make_scheduler
 from phonograph.engine.core import EngineCore
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.offline.simulation.request_traces import TracedRequest
+from phonograph.engine.offline.simulation.shared_keys import SharedKeys
 from phonograph.engine.offline.simulation.simulated_steps import SimulatedClock, SimulatedStepRunner
 from phonograph.engine.offline.simulation.step_times import StepTimes
 from phonograph.engine.plan import EnginePlan
@@ -106,7 +107,7 @@ class SimulatedEngine:
         self, plan: EnginePlan, dispatcher: Dispatcher, times: StepTimes, on_step: Callable[[StepRecord], None]
     ) -> None:
         self.clock = SimulatedClock()
-        runner = SimulatedStepRunner(dispatcher, times, self.clock, steps_ahead(plan))
+        runner = SimulatedStepRunner(dispatcher, times, self.clock, steps_ahead(plan), SharedKeys(plan))
         self.core = EngineCore(make_scheduler(plan), runner, clock=self.clock)
         self.core.on_step = on_step
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import compress, count
 
 from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.engine.offline.simulation.shared_keys import SharedKeys
 from phonograph.engine.offline.simulation.step_times import StepTimes, work_of
 from phonograph.graphs.dispatch import Decision, Dispatcher
 from phonograph.runner.runner import shape_of
@@ -48,14 +49,18 @@ class SimulatedStepRunner:
         times: time of each step.
         clock: clock of the engine.
         lookahead: steps that may be in flight beside the one whose result is awaited.
+        shared_keys: counts keys that decodes attend once.
     """
 
-    def __init__(self, dispatcher: Dispatcher, times: StepTimes, clock: SimulatedClock, lookahead: int) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, times: StepTimes, clock: SimulatedClock, lookahead: int, shared_keys: SharedKeys
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.lookahead = lookahead
         self._dispatcher = dispatcher
         self._times = times
         self._clock = clock
+        self._shared_keys = shared_keys
         self._free_at = 0.0
         self._tokens = count(OUTPUT_TOKENS)
 
@@ -64,7 +69,9 @@ class SimulatedStepRunner:
         decision = self._dispatcher.decide(shape_of(batch))
         self.counts[decision.label] += 1
         begins = max(self._clock.now, self._free_at)
-        self._free_at = begins + self._times.seconds(work_of(batch, decision))
+        work = work_of(batch, decision)
+        work = work._replace(decode_keys=work.decode_keys - self._shared_keys.saved(batch))
+        self._free_at = begins + self._times.seconds(work)
         slots = list(compress(batch.slots, batch.samples))
         output = StepOutput(slots=slots, token_ids=[[next(self._tokens)] for _ in slots])
         return SimulatedStep(output, decision, self._free_at, self._clock)
