@@ -255,13 +255,12 @@ def test_drafts_of_rank_0_are_those_of_one_rank(
     reference = make_checkpoint("llama3", folder, seed=4, **layers)
     if method != "draft_model":
         draft = tmp_path / "head"
-        fields = {"vocab_size": VOCAB_SIZE, "rms_norm_eps": reference.config.rms_norm_eps, "num_hidden_layers": 1}
-        eagle_heads.make_head(draft, method, fields | HEADS, {})
+        sizes = {"vocab_size": VOCAB_SIZE, "rms_norm_eps": reference.config.rms_norm_eps, "num_hidden_layers": 1}
+        eagle_heads.make_head(draft, method, sizes | HEADS, {})
     speculation = {"method": method, "model": str(draft), "num_speculative_tokens": 2, "adaptive_depth": False}
     settings, masked = {"dtype": dtype, "speculative_config": speculation}, method == "eagle3"
-    sizes = (3, 9, 24) if masked else (3, 9)
-    expected = drafted(build.build_engine(plan_of(folder, 1, sizes, **settings)), masked=masked)
-    with engine_on_threads(plan_of(folder, 2, sizes, **settings)) as engine:
+    expected = drafted(build.build_engine(plan_of(folder, 1, (1, 3, 9, 24), **settings)), masked=masked)
+    with engine_on_threads(plan_of(folder, 2, (1, 3, 9, 24), **settings)) as engine:
         assert drafted(engine, masked=masked) == expected
         assert engine.core.runner.counts["piecewise" if dtype == "float32" else "full decode"] > 3
         report = verify_engine(engine, num_replays=2)
