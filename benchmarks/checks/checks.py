@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checks.processes import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 STEP_SECONDS = 900
 
@@ -49,8 +51,7 @@ Step = tuple[str, Callable[[], Result | Iterator[Result]]]
 
 def run(*command: str, limit: float = STEP_SECONDS, environment: Mapping[str, str] | None = None) -> Finished:
     """Run a program in the checkout with its sources in front, one thread each for torch, and no network."""
-    folders = [str(ROOT / folder) for folder in ("src", "benchmarks", "training")]
-    path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = python_path(*(ROOT / folder for folder in ("src", "benchmarks", "training")))
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
     try:
         done = subprocess.run(

@@ -52,8 +52,7 @@ class ServerProcess:
         """Start `phonograph serve` with the sources of this checkout in front, on a free port."""
         port = free_port()
         command = [sys.executable, "-m", "phonograph", "serve", *arguments, "--port", str(port)]
-        path = os.pathsep.join(filter(None, [str(_SOURCES), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": python_path(_SOURCES)}
         return cls("the server", command, url=f"http://127.0.0.1:{port}", log=log, environment=environment)
 
     @property
@@ -144,6 +143,11 @@ def end_group(
             break
         time.sleep(2 if kind is signal.SIGTERM else 0.2)
     process.wait()
+
+
+def python_path(*folders: Path) -> str:
+    """Return PYTHONPATH with some folders in front."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def free_port() -> int:

@@ -86,7 +86,7 @@ def runs_of(
         shared: leading tokens of each sequence that are in the same blocks as its neighbours'.
     """
     for spec, groups in plan.kv.members.items():
-        if plan.selections[groups[0]].capabilities.prefix_sharing(spec, plan.device)[0]:
+        if plan.shares_prefixes(spec):
             size = spec.block_size
             keys = [0, *(min(pair) // size * size for pair in pairwise(shared))]
             # Longer queries are attended by another launch.

@@ -100,6 +100,11 @@ class EnginePlan:
         """Labels of the backends of all KV groups."""
         return ", ".join(dict.fromkeys(one.capabilities.label for one in self.selections))
 
+    def shares_prefixes(self, attention: AttentionSpec) -> bool:
+        """Return True if decodes attend a prefix that they share once, in the KV groups of a specification."""
+        selection = self.selections[self.kv.members[attention][0]]
+        return selection.capabilities.prefix_sharing(attention, self.device)[0]
+
     def make_dispatcher(self) -> Dispatcher:
         return Dispatcher(self.resolution, self.captures, max_num_tokens=self.limits.max_num_batched_tokens)
 

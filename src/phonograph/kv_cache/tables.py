@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -31,6 +32,16 @@ class GroupTable:
     @property
     def held(self) -> list[int]:
         return self.block_ids[self.first :]
+
+    def num_shared(self, other: GroupTable) -> int:
+        """Return the end of the equal blocks from the first that both tables hold.
+
+        A block is shared only if the blocks before it are.
+        """
+        first, end = max(self.first, other.first), min(len(self.block_ids), len(other.block_ids))
+        if first >= end or self.block_ids[first] != other.block_ids[first]:
+            return 0
+        return bisect_left(range(end), True, lo=first, key=lambda at: self.block_ids[at] != other.block_ids[at])
 
 
 class SequenceTable:

@@ -18,7 +18,7 @@ from phonograph.core.request import Request
 from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.kv_cache.checkpoints import CheckpointCounts, CheckpointPool
 from phonograph.kv_cache.manager import CacheManager
-from phonograph.kv_cache.tables import GroupTable, SequenceTable
+from phonograph.kv_cache.tables import SequenceTable
 from phonograph.scheduling.draft_depths import DraftDepths
 from phonograph.scheduling.prompt_tails import PromptTails
 
@@ -200,7 +200,7 @@ class RequestBlocks:
             if best == most:
                 break
             other = self.tables[items[after - 1][1].request_id].groups[index]
-            if (shared := _num_shared(table, other)) > best:
+            if (shared := table.num_shared(other)) > best:
                 place, best = after, shared
         items.insert(place, (request.slot, request))
         return dict(items)
@@ -316,11 +316,3 @@ class RequestBlocks:
             below = decodes if window is None else [one for one in decodes if one.min_computed < window]
             count += num_blocks * len(below)
         return count
-
-
-def _num_shared(one: GroupTable, two: GroupTable) -> int:
-    """Return the end of the equal blocks from the first that both hold. A block is shared only if those before are."""
-    first, end = max(one.first, two.first), min(len(one.block_ids), len(two.block_ids))
-    if first >= end or one.block_ids[first] != two.block_ids[first]:
-        return 0
-    return bisect_left(range(end), True, lo=first, key=lambda at: one.block_ids[at] != two.block_ids[at])

@@ -8,6 +8,7 @@ from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.triton.prefix_runs import find_runs
 from phonograph.core.batch import ScheduledBatch
 from phonograph.engine.plan import EnginePlan
+from phonograph.kv_cache.tables import GroupTable
 
 
 class SharedKeys:
@@ -23,7 +24,7 @@ class SharedKeys:
     def __init__(self, plan: EnginePlan) -> None:
         self._num_sms = plan.device.num_sms
         self._sharing = _sharing_group(plan)
-        self._tables: dict[int, list[int]] = {}
+        self._tables: dict[int, GroupTable] = {}
         self._decodes: list[int] = []
         self._saved = 0
 
@@ -33,34 +34,24 @@ class SharedKeys:
             return 0
         spec, group = self._sharing
         for new in batch.new:
-            self._tables[new.slot] = []
-            self._decodes = []
+            self._tables[new.slot] = GroupTable()
         for append in batch.appends:
             if append.group == group:
-                self._tables[append.slot][append.start :] = append.block_ids
+                self._tables[append.slot].block_ids[append.start :] = append.block_ids
         decodes = batch.slots[: batch.num_decodes]
-        # Blocks that are appended to running sequences are not shared.
+        # Blocks appended to decodes are not shared, and a slot that gets a sequence holds a prefill first.
         if decodes != self._decodes:
             self._decodes = decodes
-            keys = [0, *(spec.block_size * self._num_shared(*pair) for pair in pairwise(decodes))]
+            tables = [self._tables[slot] for slot in decodes]
+            keys = [0, *(spec.block_size * one.num_shared(other) for one, other in pairwise(tables))]
             lens = [length + 1 for length in batch.context_lens[: batch.num_decodes]]
             runs = find_runs(spec, self._num_sms, keys, [1] * len(decodes), lens) if any(keys) else []
             self._saved = sum((run.last - run.first) * (run.end - run.begin) for run in runs)
         return self._saved
 
-    def _num_shared(self, one: int, other: int) -> int:
-        """Return the leading blocks that two slots share."""
-        first, second = self._tables[one], self._tables[other]
-        if first[0] != second[0]:
-            return 0
-        pairs = enumerate(zip(first, second, strict=False))
-        return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
-
 
 def _sharing_group(plan: EnginePlan) -> tuple[AttentionSpec, int] | None:
-    for spec, groups in plan.kv.members.items():
-        for index in groups:
-            shares, _ = plan.selections[index].capabilities.prefix_sharing(spec, plan.device)
-            if shares and plan.kv.groups[index].window is None:
-                return spec, index
-    return None
+    shared = (
+        (spec, index) for spec, groups in plan.kv.members.items() if plan.shares_prefixes(spec) for index in groups
+    )
+    return next(((spec, index) for spec, index in shared if plan.kv.groups[index].window is None), None)
