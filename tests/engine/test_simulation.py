@@ -261,6 +261,29 @@ def test_a_fit_finds_the_times_of_steps_between_the_measured_ones() -> None:
     ]
 
 
+def test_steps_that_were_held_up_change_a_fit_little() -> None:
+    steps = [step for step in measured() if step.work.graph == "full mixed 32"]
+    for index in (2, 5, 11):
+        steps[index] = steps[index]._replace(seconds=3 * steps[index].seconds)
+    for keys, pairs in ((300, 250), (20, 10), (900, 450)):
+        work = StepWork("full mixed 32", 32, 3, keys, pairs)
+        assert MeasuredTimes(steps, [], "test").seconds(work) == pytest.approx(true_seconds(work), rel=0.06)
+
+
+def test_steps_without_a_graph_have_a_fit_for_each_class_of_tokens() -> None:
+    """Twice the time from 3,000 tokens on, which no sum of the work gives."""
+
+    def seconds(work: StepWork) -> float:
+        return true_seconds(work) * (1 + (work.num_tokens > 3000))
+
+    works = [StepWork("eager", tokens, 2, 10 * tokens, 7 * tokens) for tokens in range(2100, 4300, 20)]
+    times = MeasuredTimes([MeasuredStep(work, seconds(work)) for work in works], [], "test")
+    for tokens in (2333, 2555, 3777, 4111):
+        work = StepWork("eager", tokens, 2, 10 * tokens, 7 * tokens)
+        assert times.seconds(work) == pytest.approx(seconds(work), rel=0.05)
+    assert len(times.notes) == 1
+
+
 def test_similar_steps_become_one_with_the_median() -> None:
     steps = [(StepWork("full decode 4", 4, 4, keys, 0), seconds) for keys, seconds in ((1000, 1), (1010, 9), (1005, 2))]
     assert summarized([*steps, (StepWork("full decode 4", 4, 4, 2000, 0), 5.0)]) == [
@@ -355,8 +378,9 @@ def test_requests_beyond_the_context_and_speculation_are_refused() -> None:
 
 
 def test_measured_steps_of_an_engine_are_a_table_for_the_simulator(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("phonograph.bench.step_bench.PHASE_REQUESTS", 8)
     file, plot = tmp_path / "steps.json", tmp_path / "plot.png"
     flags = ["--device", "cpu", *(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items())]
     flags.remove("--model=demo")
@@ -365,6 +389,8 @@ def test_measured_steps_of_an_engine_are_a_table_for_the_simulator(
     graphs = {step[0] for step in table["steps"]}
     assert graphs >= {"full decode 1", "full decode 2", "full decode 4", "full mixed 32", "eager"}
     assert all(seconds > 0 for *_, seconds, _ in table["steps"]) and table["host"]
+    beside_decodes = {tokens for graph, tokens, _, keys, pairs, *_ in table["steps"] if keys > 0 and pairs > 0}
+    assert beside_decodes >= {4, 16, 32}, "prompts of all sizes come while others decode"
     capsys.readouterr()
     command = ["simulate", "demo", *flags, "--step-times", str(file), "--num-prompts=20", "--request-rate=9"]
     command += ["--input-len=10-50", "--output-len=20", "--num-engines=2", "--price=2", "--plot", str(plot)]

@@ -18,6 +18,9 @@ from phonograph.engine.plan import EnginePlan
 Values = Sequence[float]
 SAMPLE_ENGINES, SAMPLE_REQUESTS = 8, 2000
 """Most engines and requests of the sample on which a coarse simulation is compared with an exact one."""
+FRONT_SECONDS = 1.6e-3
+"""Time that a server adds to that of a first token: HTTP, tokens, and the ways to the engine's process and back. It is
+the sum of these parts of a short request, by marks in both processes on an H200's host (docs/notebook/start.md)."""
 
 
 def fleet_facts(result: FleetResult, num_engines: int, price: float | None) -> dict[str, Any]:
@@ -88,16 +91,16 @@ def coarse_difference(
 
 
 def latencies(result: FleetResult) -> dict[str, list[float]]:
-    """Return TTFT, TPOT and end-to-end latency in seconds, a value for each request that has one."""
+    """Return TTFT, TPOT and end-to-end latency in seconds as at a server, a value for each request that has one."""
     answers = result.answers
     return {
-        "ttft": [answer.first_token - answer.request.arrival for answer in answers],
+        "ttft": [answer.first_token - answer.request.arrival + FRONT_SECONDS for answer in answers],
         "tpot": [
             (answer.ended - answer.first_token) / (answer.request.output_len - 1)
             for answer in answers
             if answer.request.output_len > 1
         ],
-        "e2el": [answer.ended - answer.request.arrival for answer in answers],
+        "e2el": [answer.ended - answer.request.arrival + FRONT_SECONDS for answer in answers],
     }
 
 

@@ -23,6 +23,10 @@ DECODE_TOKENS = 12
 """Tokens of each answer in batches of one size."""
 LONGEST_GAP = 0.05
 """Seconds between two steps from which the engine was idle."""
+PHASES, PHASE_REQUESTS = 8, 64
+"""Phases of requests that arrive while others decode, and requests of each beside those that fill the sequences."""
+ARRIVALS = 0, 1, 1, 2
+"""Requests that may arrive in one step."""
 
 
 class StepRecorder:
@@ -63,9 +67,9 @@ class StepRecorder:
 def bench_steps(llm: LLM, input_lens: Sequence[int], num_iters: int, progress: BenchProgress) -> dict[str, Any]:
     """Measure steps of all graphs, and return the table.
 
-    Batches of each size of a decode graph run with prompts of each length, and then mixed batches of random lengths,
-    more of them short than long. Prompts begin alike in all batches, so that the prefix cache has most of them from the
-    batch before: prefills of all prompts of an 8B model would take ten minutes.
+    Batches of each size of a decode graph run with prompts of each length. Prompts begin alike in all batches, so that
+    the prefix cache has most of them from the batch before: prefills of all prompts of an 8B model would take ten
+    minutes. Then requests arrive while others decode, as at a server (`run_arriving`).
 
     Args:
         llm: engine to measure.
@@ -93,10 +97,28 @@ def bench_steps(llm: LLM, input_lens: Sequence[int], num_iters: int, progress: B
             run_requests(llm, prompts, [greedy(DECODE_TOKENS)] * size)
     for turn in range(num_iters):
         progress("batches", total - num_iters + turn, total + 1)
-        count = 3 * limits.max_num_seqs
-        inputs = [round(max(lens) ** rng.random()) for _ in range(count)]
-        prompts = [random_prompt(llm, rng, length) for length in inputs]
         with recorder.watching(llm.engine.core):
-            run_requests(llm, prompts, [greedy(rng.randrange(1, 4 * DECODE_TOKENS)) for _ in range(count)])
+            run_arriving(llm, rng, min(longest, limits.max_num_batched_tokens // 2))
     host = [(reqs, median(gaps)) for reqs, gaps in sorted(recorder.gaps.items())]
     return table_of(llm.plan, summarized(recorder.steps), host)
+
+
+def run_arriving(llm: LLM, rng: random.Random, longest: int) -> None:
+    """Serve random requests that arrive while others decode, until all are answered.
+
+    From phase to phase answers become longer, so that more and more sequences decode. Prompts have up to `longest`
+    tokens, more of them few than many: most steps have one prompt or two, of all sizes, as at a server.
+    """
+    session, most = llm.session, llm.plan.limits.max_num_seqs
+    context_len = llm.engine.core.scheduler.context_len
+    for phase in range(PHASES):
+        usual = most ** ((phase + 0.5) / PHASES)
+        left = PHASE_REQUESTS + round(usual)
+        while left > 0:
+            for _ in range(rng.choice(ARRIVALS)):
+                prompt = random_prompt(llm, rng, max(1, round(longest ** rng.random())))
+                session.add(prompt, greedy(min(context_len - len(prompt), rng.randint(1, round(2 * usual)))))
+                left -= 1
+            session.step()
+    while session.has_unfinished:
+        session.step()

@@ -98,7 +98,7 @@ def steps(
     *,
     table: Annotated[Path, OUTPUT, Parameter(help="File of the table, JSON; it is replaced.")],
     input_len: Annotated[str, Parameter(help="Tokens of prompts, with commas between them.")] = "16,256,2k,16k",
-    num_iters: Annotated[int, Parameter(help="Repetitions.")] = 2,
+    num_iters: Annotated[int, Parameter(help="Repetitions.")] = 1,
 ) -> int:
     """Measure the time of steps by graph and context, for phonograph simulate."""
     from phonograph.bench.cases import parse_size

@@ -8,6 +8,7 @@ here each graph gets a function of that work, fitted to its steps.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import mul
@@ -24,6 +25,8 @@ from phonograph.graphs.dispatch import Decision
 FORMAT = "phonograph step times 1"
 ENOUGH = 6
 """Measured steps from which a graph has a fit of its own."""
+_ROUNDS, _USUAL = 4, 0.05
+"""Rounds of a fit, and the relative error from which a step counts less in the next one."""
 _BANDWIDTH_SHARE, _COMPUTE_SHARE, _STEP_SECONDS = 0.8, 0.6, 3e-4
 """Assumptions of the roofline: shares of the published figures that a step reaches, and what each step costs."""
 _PEAKS = {
@@ -102,26 +105,37 @@ class MeasuredStep(NamedTuple):
 
 
 class _Fit:
-    """A function of work with coefficients that are not negative, fitted to relative errors by least squares."""
+    """A function of work with coefficients that are not negative, fitted to relative errors.
+
+    By least squares, in which errors above `_USUAL` count less from round to round (Huber's weights).
+    """
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
-        rows = np.array([_features(step.work) for step in steps])
-        seconds = np.array([step.seconds for step in steps])
-        counts = np.sqrt(np.array([step.num_steps for step in steps]))
+        rows = np.array([_features(step.work) for step in steps]) / np.array([[step.seconds] for step in steps])
+        counts = weights = np.sqrt(np.array([step.num_steps for step in steps]))
         coefficients = np.zeros(rows.shape[1])
-        used = np.arange(rows.shape[1])
-        while len(used):
-            scaled = rows[:, used] / seconds[:, None] * counts[:, None]
-            scale = np.maximum(np.abs(scaled).max(axis=0), 1e-30)
-            found = np.linalg.lstsq(scaled / scale, counts, rcond=None)[0] / scale
-            if (found >= 0).all():
-                coefficients[used] = found
-                break
-            used = np.delete(used, int(np.argmin(found * scale)))
+        for _ in range(_ROUNDS):
+            coefficients = _not_negative(rows * weights[:, None], weights)
+            # A step that something held up must not count as much as the others.
+            errors = np.abs(rows @ coefficients - 1)
+            weights = counts * np.sqrt(_USUAL / np.maximum(errors, _USUAL))
         self._coefficients: list[float] = coefficients.tolist()
 
     def __call__(self, work: StepWork) -> float:
         return sum(map(mul, self._coefficients, _features(work)))
+
+
+def _not_negative(rows: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the coefficients of a least squares fit, without features whose coefficients would be negative."""
+    coefficients, used = np.zeros(rows.shape[1]), np.arange(rows.shape[1])
+    while len(used):
+        scale = np.maximum(np.abs(rows[:, used]).max(axis=0), 1e-30)
+        found = np.linalg.lstsq(rows[:, used] / scale, values, rcond=None)[0] / scale
+        if (found >= 0).all():
+            coefficients[used] = found
+            break
+        used = np.delete(used, int(np.argmin(found * scale)))
+    return coefficients
 
 
 def _features(work: StepWork) -> tuple[float, ...]:
@@ -130,6 +144,8 @@ def _features(work: StepWork) -> tuple[float, ...]:
 
 class MeasuredTimes:
     """Times of steps from measured ones. A graph with few of them has the fit of its kind, scaled to those.
+
+    Steps without a graph have a fit for each class of tokens, whose bounds are a factor of 1.4 apart.
 
     Args:
         steps: measured steps.
@@ -142,7 +158,7 @@ class MeasuredTimes:
         by_graph: dict[str, list[MeasuredStep]] = defaultdict(list)
         for step in steps:
             by_kind[step.work.kind].append(step)
-            by_graph[step.work.graph].append(step)
+            by_graph[_class_of(step.work)].append(step)
         self._all = _Fit(steps)
         self._kinds = {kind: _Fit(those) if len(those) >= ENOUGH else self._all for kind, those in by_kind.items()}
         self._graphs: dict[str, tuple[_Fit, float]] = {}
@@ -157,21 +173,26 @@ class MeasuredTimes:
         if host:
             reqs, gaps = zip(*host, strict=True)
             self._host = np.polynomial.Polynomial.fit(reqs, gaps, min(1, len(set(reqs)) - 1)).convert()
-        self.notes = [f"step times: {len(steps)} measured steps of {len(by_graph)} graphs ({source})"]
-        self._missing: set[str] = set()
+        self._named = {step.work.graph for step in steps}
+        self.notes = [f"step times: {len(steps)} measured steps of {len(self._named)} graphs ({source})"]
 
     def seconds(self, work: StepWork) -> float:
-        fit, scale = self._graphs.get(work.graph, (None, 1.0))
+        fit, scale = self._graphs.get(_class_of(work), (None, 1.0))
         if fit is None:
             fit = self._kinds.get(work.kind, self._all)
-            if work.graph not in self._missing:
-                self._missing.add(work.graph)
+            if work.graph not in self._named:
+                self._named.add(work.graph)
                 like = f"other {work.kind} steps" if work.kind in self._kinds else "all steps"
                 self.notes.append(f"step times: {work.graph} was not measured; its times are those of {like}")
         return max(scale * fit(work), 1e-6)
 
     def host_seconds(self, num_reqs: int) -> float:
         return max(0.0, float(self._host(num_reqs)))
+
+
+def _class_of(work: StepWork) -> str:
+    """Return the name of the steps that share a fit with one."""
+    return f"eager {round(2 * math.log2(work.num_tokens))}" if work.graph == "eager" else work.graph
 
 
 class RooflineTimes:
