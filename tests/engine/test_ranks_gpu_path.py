@@ -31,6 +31,7 @@ from phonograph.engine.session import Session
 from phonograph.engine.startup.start import verify_engine
 from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.ranks import Ranks
+from phonograph.kernels.triton.gemm import choose
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.runner import Runner
@@ -65,7 +66,7 @@ class HostPlatform(cuda_platform.CudaPlatform):
 
 
 @pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightAllocator, "by_outputs", True)
     # The interpreter runs one launch at a time.
     lock, launch = threading.Lock(), interpreter.GridExecutor.__call__
@@ -75,16 +76,20 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             launch(*arguments, **settings)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_alone)
+    # Products of few rows by large tiles, whose programs are interpreted in a tenth of the time.
+    monkeypatch.setattr(choose, "_through_registers", lambda rows, shape: None)
+    choose.choose.cache_clear()
+    request.addfinalizer(choose.choose.cache_clear)
     for module in (build, follow_rank):
         monkeypatch.setattr(module, "make_platform", lambda kind, ranks=None: HostPlatform(ranks))
 
 
 def plan_of(
-    folder: Path, num_ranks: int, sizes: tuple[int, ...] = (1, 3, 24), dtype: str = "float32", **settings: Any
+    folder: Path, num_ranks: int, sizes: tuple[int, ...] = (1, 3, 16), dtype: str = "float32", **settings: Any
 ) -> build.EnginePlan:
     config = EngineConfig(
         **{"model": str(folder), "device": "cuda", "max_num_seqs": 3, "num_kv_blocks": 40, "block_size": 16},
-        **{"dtype": dtype, "max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off"},
+        **{"dtype": dtype, "max_model_len": 256, "max_num_batched_tokens": 26, "cascade_attention": "off"},
         **{"tensor_parallel_size": num_ranks, "cudagraph_capture_sizes": [*sizes], **settings},
     )
     device = replace(known_device("h200"), capability=(8, 0))
@@ -101,7 +106,7 @@ def generate(engine: build.Engine) -> list[list[int]]:
         SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, repetition_penalty=1.3),
         SamplingParams(temperature=0.7, seed=8, max_tokens=3, ignore_eos=True),
     ]
-    lengths = 45, 1, 9, 20
+    lengths = 30, 1, 7, 13
     outputs = [
         session.add(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist(), one)
         for length, one in zip(lengths, params, strict=True)
@@ -224,9 +229,10 @@ def drafted(engine: build.Engine, *, masked: bool) -> tuple[list[list[int]], lis
     ruled = replace(greedy, allowed_token_ids=[*range(1, VOCAB_SIZE)])
     params = [ruled if masked else greedy, replace(greedy, temperature=0.8, seed=3), greedy]
     generator, drafts = torch.Generator().manual_seed(2), list[Any]()
+    # No request ends at the end of a block: the drafts after its end would lie in none, and be any tokens.
     outputs = [
         session.add(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist(), one)
-        for length, one in zip((45, 15, 2), params, strict=True)
+        for length, one in zip((29, 11, 2), params, strict=True)
     ]
     while session.has_unfinished:
         session.step()
@@ -259,8 +265,8 @@ def test_drafts_of_rank_0_are_those_of_one_rank(
         eagle_heads.make_head(draft, method, sizes | HEADS, {})
     speculation = {"method": method, "model": str(draft), "num_speculative_tokens": 2, "adaptive_depth": False}
     settings, masked = {"dtype": dtype, "speculative_config": speculation}, method == "eagle3"
-    expected = drafted(build.build_engine(plan_of(folder, 1, (1, 3, 9, 24), **settings)), masked=masked)
-    with engine_on_threads(plan_of(folder, 2, (1, 3, 9, 24), **settings)) as engine:
+    expected = drafted(build.build_engine(plan_of(folder, 1, (1, 3, 9, 16), **settings)), masked=masked)
+    with engine_on_threads(plan_of(folder, 2, (1, 3, 9, 16), **settings)) as engine:
         assert drafted(engine, masked=masked) == expected
         assert engine.core.runner.counts["piecewise" if dtype == "float32" else "full decode"] > 3
         report = verify_engine(engine, num_replays=2)

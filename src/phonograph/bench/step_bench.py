@@ -69,7 +69,7 @@ def bench_steps(llm: LLM, input_lens: Sequence[int], num_iters: int, progress: B
 
     Batches of each size of a decode graph run with prompts of each length. Prompts begin alike in all batches, so that
     the prefix cache has most of them from the batch before: prefills of all prompts of an 8B model would take ten
-    minutes. Then requests arrive while others decode, as at a server (`run_arriving`).
+    minutes. Then requests arrive while others decode, as at a server (`_serve_arriving`).
 
     Args:
         llm: engine to measure.
@@ -98,12 +98,12 @@ def bench_steps(llm: LLM, input_lens: Sequence[int], num_iters: int, progress: B
     for turn in range(num_iters):
         progress("batches", total - num_iters + turn, total + 1)
         with recorder.watching(llm.engine.core):
-            run_arriving(llm, rng, min(longest, limits.max_num_batched_tokens // 2))
+            _serve_arriving(llm, rng, min(longest, limits.max_num_batched_tokens // 2))
     host = [(reqs, median(gaps)) for reqs, gaps in sorted(recorder.gaps.items())]
     return table_of(llm.plan, summarized(recorder.steps), host)
 
 
-def run_arriving(llm: LLM, rng: random.Random, longest: int) -> None:
+def _serve_arriving(llm: LLM, rng: random.Random, longest: int) -> None:
     """Serve random requests that arrive while others decode, until all are answered.
 
     From phase to phase answers become longer, so that more and more sequences decode. Prompts have up to `longest`
