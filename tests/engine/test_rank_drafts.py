@@ -11,7 +11,7 @@ import eagle_heads
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
-from drafted_requests import KINDS, UNFINISHED, texts
+from drafted_requests import KINDS, UNFINISHED, shallow_demo, shallow_head, texts
 from invariants import check_scheduler
 from rank_sessions import GREEDY, PARAMS, PROMPTS, generate, plan_of, random_prompts, session_of
 from thread_ranks import ThreadRanks, engine_on_threads, on_ranks
@@ -29,8 +29,8 @@ from phonograph.models.transformer import Transformer
 from phonograph.models.weights.loading import begin_loading
 from phonograph.runner.synthetic_batches import SyntheticBatches
 
-HEAD = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3, "adaptive_depth": False}
-MODEL = HEAD | {"method": "draft_model", "model": "demo", "draft_tensor_parallel_size": 1}
+HEAD = {"method": "eagle3", "model": str(shallow_head()), "num_speculative_tokens": 3, "adaptive_depth": False}
+MODEL = HEAD | {"method": "draft_model", "model": str(shallow_demo()), "draft_tensor_parallel_size": 1}
 QUESTIONS = ["Tom has 12 apples. He buys 3 more.", "Anna has 8 books and buys 30 more."]
 ANSWERS = [replace(GREEDY, max_tokens=24), SamplingParams(temperature=0.6, seed=5, max_tokens=24, ignore_eos=True)]
 

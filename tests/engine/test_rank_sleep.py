@@ -124,7 +124,7 @@ def test_draft_models_sleep_with_their_target(
     speculation = {"method": method, "model": model, "num_speculative_tokens": 3, "adaptive_depth": False}
     sizes = {"dtype": "float32", "num_kv_blocks": 64, "max_model_len": 96, "cudagraph_capture_sizes": [1, 2, 8]}
     found: list[tuple[list[list[int]], int]] = []
-    plan = plan_of(2, enable_sleep_mode=True, speculative_config=speculation, **sizes)
+    plan = plan_of(2, model="demo", enable_sleep_mode=True, speculative_config=speculation, **sizes)
     with thread_ranks.engine_on_threads(plan) as engine:
         bench, scheduler, before = Bench(engine), engine.core.scheduler, 0
         for level in (1, 2, 2, 1, None):

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from phonograph.demo import MODEL_DIRECTORY
+from phonograph.demo import HEAD_DIRECTORY, MODEL_DIRECTORY
 from phonograph.engine.llm import LLM
 from phonograph.engine.outputs import RequestOutput
 
@@ -58,6 +58,18 @@ def shallow_demo() -> Path:
     tensors = load_file(MODEL_DIRECTORY / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(others)}
     save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+@cache
+def shallow_head() -> Path:
+    """Return a folder with the demo model's head, which reads the states of the shallow one."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    shutil.copytree(HEAD_DIRECTORY, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [*range(1, NUM_LAYERS + 1)]
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

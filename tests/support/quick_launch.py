@@ -7,6 +7,7 @@ in each call of a function in a kernel. A process that interprets kernels has no
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 
@@ -119,7 +120,10 @@ def _is_on_cpu(value: Any) -> bool:
 
 
 def _patch_calls(interpreter: Any) -> None:
-    """Functions in kernels are looked up once."""
+    """Functions in kernels are looked up once, and parsed by one thread at a time.
+
+    CPython 3.11 counts the depth of a syntax tree for all threads together, and refuses trees that two make at once.
+    """
     function_type = interpreter.InterpretedFunction
     slow, rewritten = function_type.__call__, dict[Any, Any]()
 
@@ -133,4 +137,10 @@ def _patch_calls(interpreter: Any) -> None:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
+    def rewrite_alone(self: Any) -> Any:
+        with parsing:
+            return rewrite(self)
+
+    rewrite, parsing = interpreter.FunctionRewriter.rewrite_ast, threading.Lock()
+    interpreter.FunctionRewriter.rewrite_ast = rewrite_alone
     function_type.__call__ = call

@@ -1,4 +1,4 @@
-"""Sessions over engines of the demo model on several ranks, which are threads, and the requests that compare them."""
+"""Sessions over engines of the demo model's first layers on several ranks, which are threads, and the requests that compare them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from drafted_requests import shallow_demo
 from thread_ranks import engine_on_threads
 
 from phonograph.config.engine_config import EngineConfig
@@ -21,7 +22,7 @@ from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.text.tokenizer import load_tokenizer
 
 SETTINGS: dict[str, Any] = {
-    **{"model": "demo", "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8},
+    **{"model": str(shallow_demo()), "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8},
     **{"num_kv_blocks": 128, "max_cudagraph_capture_size": 8, "max_model_len": 512, "seed": 0},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
