@@ -1,4 +1,4 @@
-"""Sessions over engines of the demo model's first layers on several ranks, which are threads, and the requests that compare them."""
+"""Sessions over engines of the demo model's first layers on several ranks (threads), and requests that compare them."""
 
 from __future__ import annotations
 
