@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from drafted_requests import shallow_demo
 from gguf_files import write_gguf
 from quantized_checkpoints import FORMATS, quantize_checkpoint
 from safetensors.torch import save_file
@@ -36,6 +37,7 @@ from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.loading import begin_loading
 
+DEMO = str(shallow_demo())
 SETTINGS: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 2,
@@ -136,8 +138,8 @@ def test_weights_of_every_form_come_back(
 def test_a_draft_model_sleeps_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As its own draft model the model drafts right, before and after."""
     monkeypatch.setattr("phonograph.engine.startup.cpu_platform.HostMemory", PoisonedMemory)
-    speculation = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3, "adaptive_depth": False}
-    with LLM("demo", **SETTINGS, speculative_config=speculation) as llm:
+    speculation = {"method": "draft_model", "model": DEMO, "num_speculative_tokens": 3, "adaptive_depth": False}
+    with LLM(DEMO, **SETTINGS, speculative_config=speculation) as llm:
         expected = tokens(llm)
         for level in (1, 2, 2):
             before = llm.engine.core.scheduler.stats.drafts
@@ -201,7 +203,7 @@ def test_the_demo_model_sleeps_often_in_the_same_memory() -> None:
 
 
 def test_verbs_while_asleep() -> None:
-    with LLM("demo", **SETTINGS) as llm:
+    with LLM(DEMO, **SETTINGS) as llm:
         expected = tokens(llm)
         assert not llm.is_sleeping()
         llm.wake_up()
@@ -234,7 +236,7 @@ def test_verbs_while_asleep() -> None:
 
 def test_other_levels_are_refused() -> None:
     levels: list[Any] = [0, 3, "1", True, None, [1]]
-    with LLM("demo", **SETTINGS) as llm:
+    with LLM(DEMO, **SETTINGS) as llm:
         for level in levels:
             with pytest.raises(RequestError, match="level=.*must be 1, .* or 2"):
                 llm.sleep(level)
@@ -242,11 +244,11 @@ def test_other_levels_are_refused() -> None:
 
 
 def test_wrong_sleeps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM("demo", **{**SETTINGS, "enable_sleep_mode": False}) as llm:
+    with LLM(DEMO, **{**SETTINGS, "enable_sleep_mode": False}) as llm:
         for verb in (llm.sleep, llm.wake_up):
             with pytest.raises(ConfigError, match=r"enable_sleep_mode=False: sleep and wake_up need .* at the start"):
                 verb()
-    with LLM("demo", **SETTINGS) as llm:
+    with LLM(DEMO, **SETTINGS) as llm:
         expected = tokens(llm)
         for tags in ("weights", ["scheduling"], [1], 3):
             with pytest.raises(RequestError, match="tags=.*must be a list of weights and kv_cache"):
@@ -280,7 +282,7 @@ async def final(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:
 
 def run(work: Callable[[AsyncLLM], Coroutine[Any, Any, None]], client: Any = ThreadClient, **settings: Any) -> None:
     async def whole() -> None:
-        async with AsyncLLM("demo", client=client, **{**SETTINGS, **settings}) as llm:
+        async with AsyncLLM(DEMO, client=client, **{**SETTINGS, **settings}) as llm:
             await work(llm)
             assert (await final(llm.generate(PROMPT, SHORT))).outputs[0].finish_reason == "length"
 
