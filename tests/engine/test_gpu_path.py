@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from fake_memory_driver import FakeMemoryDriver
 from gguf_files import write_gguf
 from group_driver import GroupDriver
-from host_runtime import CallRuntime, HostRing
+from host_runtime import CallRuntime, HostRing, tiles_of_small_models
 from quantized_checkpoints import FORMATS, quantize_checkpoint
 from triton.runtime.interpreter import GridExecutor
 
@@ -85,18 +85,11 @@ class HostPlatform(cuda_platform.CudaPlatform):
 
 
 @pytest.fixture(autouse=True)
-def matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights as they lie on a GPU."""
+def matrices(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    """Weights as they lie on a GPU, and tiles for the interpreter."""
     monkeypatch.setattr(WeightAllocator, "by_outputs", True)
-
-
-@pytest.fixture(autouse=True)
-def tiles_of_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large tiles of few columns: the interpreter takes as long for columns that the model does not have.
-
-    Tests of layers (tests/models/test_kernel_sets.py) and of products have the tiles of a GPU.
-    """
-    monkeypatch.setattr(choose, "_through_registers", lambda rows, shape: GemmSmallMConfig(rows, 32, 128, 2, 2, 4, 1))
+    with tiles_of_small_models():
+        yield
 
 
 def start_engine(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from fake_memory_driver import FakeMemoryDriver
 from gguf_files import write_gguf
-from host_runtime import CallRuntime, HostRing
+from host_runtime import CallRuntime, HostRing, tiles_of_small_models
 from thread_ranks import ThreadRanks, engine_on_threads
 
 from phonograph.config.engine_config import EngineConfig
@@ -31,7 +32,6 @@ from phonograph.engine.session import Session
 from phonograph.engine.startup.start import verify_engine
 from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.ranks import Ranks
-from phonograph.kernels.triton.gemm import choose
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.runner import Runner
@@ -66,7 +66,7 @@ class HostPlatform(cuda_platform.CudaPlatform):
 
 
 @pytest.fixture(autouse=True)
-def on_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     monkeypatch.setattr(WeightAllocator, "by_outputs", True)
     # The interpreter runs one launch at a time.
     lock, launch = threading.Lock(), interpreter.GridExecutor.__call__
@@ -76,12 +76,10 @@ def on_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             launch(*arguments, **settings)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_alone)
-    # Products of few rows by large tiles, whose programs are interpreted in a tenth of the time.
-    monkeypatch.setattr(choose, "_through_registers", lambda rows, shape: None)
-    choose.choose.cache_clear()
-    request.addfinalizer(choose.choose.cache_clear)
     for module in (build, follow_rank):
         monkeypatch.setattr(module, "make_platform", lambda kind, ranks=None: HostPlatform(ranks))
+    with tiles_of_small_models():
+        yield
 
 
 def plan_of(

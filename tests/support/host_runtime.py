@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from phonograph.kernels.triton.gemm import choose
+from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig
+
+
+@contextlib.contextmanager
+def tiles_of_small_models() -> Generator[None]:
+    """Products of few rows by large tiles of few columns, in a tenth of the time.
+
+    The interpreter takes as long for columns that the model does not have. Tests of layers
+    (tests/models/test_kernel_sets.py) and of products have the tiles of a GPU.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "_through_registers", lambda rows, shape: GemmSmallMConfig(rows, 32, 128, 2, 2, 4, 1))
+        choose.choose.cache_clear()
+        yield
+    choose.choose.cache_clear()
 
 
 @dataclass
