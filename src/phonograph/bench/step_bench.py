@@ -23,7 +23,7 @@ DECODE_TOKENS = 12
 """Tokens of each answer in batches of one size."""
 LONGEST_GAP = 0.05
 """Seconds between two steps from which the engine was idle."""
-PHASES, PHASE_REQUESTS = 8, 64
+PHASES, PHASE_REQUESTS = 8, 128
 """Phases of requests that arrive while others decode, and requests of each beside those that fill the sequences."""
 ARRIVALS = 0, 1, 1, 2
 """Requests that may arrive in one step."""
