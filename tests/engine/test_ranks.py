@@ -98,6 +98,7 @@ def test_whatever_requests_ask_for(size: int, divided: dict[str, Any]) -> None:
             scheduler = session.core.scheduler
             check_scheduler(scheduler)
             assert scheduler.stats.num_preemptions > 0
+            # The others have taken some of its blocks.
             generate(session, prompts[:1], [GREEDY])
             again = [session.add(prompts[0], GREEDY)]
             for _ in range(4):

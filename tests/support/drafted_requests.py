@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from phonograph.demo import HEAD_DIRECTORY, MODEL_DIRECTORY
 from phonograph.engine.llm import LLM
 from phonograph.engine.outputs import RequestOutput
+from phonograph.models.spec import read_model_spec
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 128}
 PROMPTS = ["12+7=", "99-3=", "1 2 3 1 2 3 1 2", "7*8=", "44+44=44+44="]
@@ -45,16 +46,21 @@ NUM_LAYERS = 3
 """An EAGLE-3 head needs the states of three."""
 
 
-@cache
-def shallow_demo() -> Path:
-    """Return a folder with the demo model's first layers, for all tests of a process."""
+def _copy_with(source: Path, **changed: Any) -> Path:
+    """Return a copy of a model's folder for all tests of a process, with other fields in its configuration."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
-    for path in MODEL_DIRECTORY.glob("*.json"):
-        shutil.copy(path, folder)
+    shutil.copytree(source, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS}))
-    others = tuple(f"model.layers.{index}." for index in range(NUM_LAYERS, config["num_hidden_layers"]))
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    return folder
+
+
+@cache
+def shallow_demo() -> Path:
+    """Return a folder with the demo model's first layers."""
+    folder = _copy_with(MODEL_DIRECTORY, num_hidden_layers=NUM_LAYERS)
+    others = tuple(f"model.layers.{index}." for index in range(NUM_LAYERS, read_model_spec(MODEL_DIRECTORY).num_layers))
     tensors = load_file(MODEL_DIRECTORY / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(others)}
     save_file(kept, folder / "model.safetensors")
@@ -64,13 +70,8 @@ def shallow_demo() -> Path:
 @cache
 def shallow_head() -> Path:
     """Return a folder with the demo model's head, which reads the states of the shallow one."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    shutil.copytree(HEAD_DIRECTORY, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [*range(1, NUM_LAYERS + 1)]
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    layers = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [*range(1, NUM_LAYERS + 1)]}
+    return _copy_with(HEAD_DIRECTORY, eagle_config=layers)
 
 
 def make_llm(**settings: Any) -> LLM:
