@@ -33,12 +33,13 @@ from phonograph.kernels.triton.gemm.product_plan import (
     GemmRingConfig,
     GemmSmallMConfig,
     GemmTiledConfig,
+    GemvConfig,
     KernelConfig,
     ProductShape,
     WeightFormat,
 )
 
-KINDS = {kind.__name__: kind for kind in (GemmSmallMConfig, GemmRingConfig, GemmTiledConfig)}
+KINDS = {kind.__name__: kind for kind in (GemvConfig, GemmSmallMConfig, GemmRingConfig, GemmTiledConfig)}
 
 
 def read_set(name: str, texts: dict[str, str]) -> tuple[Settings, dict[str, object]]:

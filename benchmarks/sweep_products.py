@@ -34,6 +34,7 @@ from phonograph.bench.records.record import provenance
 from phonograph.engine.llm import LLM
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
+from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose
 from phonograph.kernels.triton.gemm.choose_grouped import integer_stages, is_supported
 from phonograph.kernels.triton.gemm.product_plan import (
@@ -46,8 +47,10 @@ from phonograph.kernels.triton.gemm.product_plan import (
     GemmRingSmallMConfig,
     GemmSmallMConfig,
     GemmTiledConfig,
+    GemvConfig,
     GemvIntegerConfig,
     KernelConfig,
+    ProductPlan,
     ProductShape,
     WeightFormat,
     rows_class,
@@ -140,7 +143,7 @@ class Chain:
             "gate_up": ProductShape(gate_up.num_outputs, gate_up.num_inputs),
             "down": down.shape,
         }
-        if rows >= 64 and not self.weights.format.bits:
+        if not self.weights.format.bits:
             self.shapes["head"] = spec.head.shape
         self.shapes["activation"] = gate_up.shape
 
@@ -236,17 +239,33 @@ class Chain:
 
 @contextmanager
 def applied(settings: Settings, rows: int, weights: Weights) -> Iterator[None]:
-    """Have these chosen for a class of rows."""
-    before = dict(EXCEPTIONS)
+    """Have these chosen for a class of rows, also by products that exist and keep what was chosen."""
+    before, plan = dict(EXCEPTIONS), BoundProduct.plan
+
+    def chosen_again(product: BoundProduct, num_rows: int) -> ProductPlan:
+        return product._plans.__wrapped__(rows_class(num_rows))
+
     for shape, config in settings.items():
         EXCEPTIONS[ExceptionKey(weights.format.bits, rows, shape)] = config, "tried"
     choose.cache_clear()
+    BoundProduct.plan = chosen_again
     try:
         yield
     finally:
+        BoundProduct.plan = plan
         EXCEPTIONS.clear()
         EXCEPTIONS.update(before)
         choose.cache_clear()
+
+
+def of_one_row(shape: ProductShape) -> list[KernelConfig | None]:
+    """Tiles of one row with 16 to 128 weights of a thread in a step."""
+    found: list[KernelConfig | None] = []
+    for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096), (1, 2, 4, 8)):
+        held = block_n * (1 + shape.gated) * block_k // (32 * warps)
+        if 16 <= held <= 128 and block_k >= 256 * warps and block_k < 2 * shape.num_inputs:
+            found.append(GemvConfig(block_n, block_k, warps))
+    return found
 
 
 def through_shared_memory(rows: int, shape: ProductShape, device: GemmDevice) -> list[KernelConfig | None]:
@@ -463,13 +482,18 @@ def sweep(model: str, num_rows: int, options: argparse.Namespace) -> dict[str, A
             (name, shape, in_groups(rows, shape, weights, options.most)) for name, shape in without_gate_up.items()
         ]
         bests["groups"] = {}
+    elif num_rows == 1:
+        kinds["one row"] = [(name, shape, of_one_row(shape)) for name, shape in without_gate_up.items()]
+        head = chain.shapes["head"]
+        kinds["one row"].append(("head", head, through_shared_memory(tile_rows, head, weights.device)))
+        bests["one row"] = {}
     else:
         kinds["shared memory"] = [
             (name, shape, through_shared_memory(tile_rows, shape, weights.device))
             for name, shape in chain.shapes.items()
         ]
         bests["shared memory"] = {}
-    if num_rows <= 16 and not weights.format.bits:
+    if 1 < num_rows <= 16 and not weights.format.bits:
         # What is chosen now may go through registers.
         bests["shared memory"] = {shape: configs[-1] for _, shape, configs in kinds["shared memory"]}
         kinds["registers"] = [

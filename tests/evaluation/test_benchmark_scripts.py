@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from phonograph import LLM
 from phonograph.graphs.modes import GraphSet
@@ -98,7 +99,9 @@ def test_encoders_are_timed(
 
 def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     pytest.importorskip("triton")
+    from phonograph.kernels.triton.gemm.bound_product import BoundProduct
     from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig, ProductShape, WeightFormat
+    from phonograph.kernels.triton.gemm.run_product import GemmScratch
 
     script, sweep = benchmark_script("products_in_engines"), benchmark_script("sweep_products")
     dense = sweep.Weights(WeightFormat("bfloat16"), sweep.this_gpu())
@@ -111,9 +114,12 @@ def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     before = chosen()
     products, settings = script.read_set("wide", named | {"setting enable_prefix_caching": "False"})
     assert settings == {"enable_prefix_caching": False}
+    shape, matrix, scratch = ProductShape(4096, 1024), torch.empty(4096, 1024), GemmScratch.make(torch.device("cpu"))
+    bound = BoundProduct(matrix, None, shape, dense.format, device=dense.device, scratch=scratch)
+    kept = bound.plan(8)
     with script.applied(products, 8, dense):
-        assert chosen() == [wide, None]
-    assert chosen() == before != [wide, None]
+        assert chosen() == [wide, None] and bound.plan(8).kernel == wide != kept.kernel
+    assert chosen() == before != [wide, None] and bound.plan(8) == kept
     for what, text in (
         ("product 4096", "None"),
         ("product 1 2", "FewRows(1)"),
@@ -145,8 +151,10 @@ def test_swept_products_can_be_chosen(kind: str, rows: int, benchmark_script: Lo
             configs = script.in_groups(rows, shape, weights, most=3)
         elif rows > 16:
             configs = script.through_shared_memory(rows, shape, weights.device)
+        elif rows == 1:
+            configs = script.of_one_row(shape)
         else:
-            configs = script.through_registers(max(8, rows), shape, now, most=3)
+            configs = script.through_registers(rows, shape, now, most=3)
         assert len(configs) > 3
         if kind != "dense":
             assert configs[0] == now
