@@ -18,7 +18,7 @@ from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 
 ROUTE = RowTile(4, 32, 1, 1)
-TILES = ((RowTile(4, 64, 1, 1), RowTile(4, 32, 1, 1)), (RowTile(2, 16, 2, 1), RowTile(8, 8, 3, 1)))
+TILES = ((RowTile(4, 64, 1, 1), RowTile(4, 32, 8, 1)), (RowTile(2, 16, 2, 1), RowTile(8, 8, 3, 1)))
 
 
 def norm_of(x_1E: torch.Tensor) -> tuple[torch.Tensor, float, torch.Tensor]:

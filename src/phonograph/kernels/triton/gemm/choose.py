@@ -60,6 +60,7 @@ few."""
 
 _CUDA = tuple(int(part) for part in (torch.version.cuda or "13.0").split(".")[:2])
 _OF_QWEN3 = "10% of the prefill of 200 tokens by Qwen3-0.6B"
+_OF_ONE, _OF_EIGHT = (f"{gain} of a decode step of Llama-3.1-8B on two GPUs" for gain in ("2.1%", "4.3%"))
 
 
 class ExceptionKey(NamedTuple):
@@ -78,6 +79,10 @@ EXCEPTIONS: dict[ExceptionKey, tuple[KernelConfig | None, str]] = {
         GemmTiledConfig(128, 128, 64, 1, 8, 4, 0),
         "2.5% of a decode step of Llama-3.1-8B with 128 sequences",
     ),
+    ExceptionKey(0, 1, ProductShape(4096, 2048)): (GemvConfig(2, 2048, 1), _OF_ONE),
+    ExceptionKey(0, 1, ProductShape(4096, 7168)): (GemvConfig(4, 1024, 4), _OF_ONE),
+    ExceptionKey(0, 8, ProductShape(4096, 2048)): (GemmSmallMConfig(8, 32, 512, 2, 2, 16, 1, 1), _OF_EIGHT),
+    ExceptionKey(0, 8, ProductShape(7168, 4096, gated=True)): (GemmSmallMConfig(8, 8, 2048, 1, 1, 8, 2), _OF_EIGHT),
 }
 """Exceptions from the rules, each with its gain on an H200; of 2% or less it goes. None: torch, or the activation in
 another kernel. Where the kernel does not run, the rule counts."""
