@@ -10,6 +10,7 @@ import torch
 from device_checks import no_wait_or_allocation
 
 from demo_tasks.tasks import problems
+from phonograph.bench.step_bench import StepRecorder
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.engine.metrics.step_record import StepRecord
@@ -175,3 +176,19 @@ def test_seeded_sampling_repeats_in_any_company(full: LLM) -> None:
     alone = full.generate(questions(full)[:1], params)[0].outputs[0].token_ids
     among = full.generate(questions(full)[:16], params)[0].outputs[0].token_ids
     assert len(alone) and alone[:4] == among[:4], "the draws are the same; rounding may part them later"
+
+
+def test_recorded_steps_have_the_time_of_the_device(full: LLM) -> None:
+    """The host sees the end of a decode late while it launches the eager prefill that follows."""
+    recorder, session = StepRecorder(), full.session
+    with recorder.watching(full.engine.core):
+        for index in range(12):
+            session.add([40 + index] * 200, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+            for _ in range(3):
+                session.step()
+        while session.has_unfinished:
+            session.step()
+    eager = [seconds for work, seconds in recorder.steps if work.graph == "eager"]
+    decodes = sorted(seconds for work, seconds in recorder.steps if work.kind == "full decode")
+    assert len(eager) == 12 and len(decodes) > 20
+    assert decodes[len(decodes) * 9 // 10] < min(eager) / 2

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
+import torch
+
 from phonograph.bench.engine import greedy, random_prompt
 from phonograph.bench.records.results import BenchProgress
 from phonograph.bench.run_requests import run_requests
@@ -18,9 +20,12 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.llm import LLM
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.offline.simulation.step_times import StepWork, summarized, table_of, work_of
+from phonograph.graphs.cuda import CudaRuntime
+from phonograph.runner.runner import Runner
 
-DECODE_TOKENS = 12
-"""Tokens of each answer in batches of one size."""
+DECODE_TOKENS = 32
+"""Tokens of each answer in batches of one size, of which half make the times right even if the first ones are slow: a
+GPU that long prompts brought to its power limit needs tens of milliseconds for its usual clock."""
 LONGEST_GAP = 0.05
 """Seconds between two steps from which the engine was idle."""
 PHASES, PHASE_REQUESTS = 8, 128
@@ -30,25 +35,39 @@ ARRIVALS = 0, 1, 1, 2
 
 
 class StepRecorder:
-    """Records the work and the seconds of an engine's steps, and the gaps of the host between them."""
+    """Records the work and the seconds of an engine's steps, and the gaps of the host between them.
+
+    On a GPU, events before and behind the kernels of a step give its seconds: the host sees late that a step has ended
+    while it launches the kernels of the next one without a graph, which can take 30 ms.
+    """
 
     def __init__(self) -> None:
         self.steps: list[tuple[StepWork, float]] = []
         self.gaps: dict[int, list[float]] = defaultdict(list)
-        self._submitted: deque[StepWork] = deque()
+        self._submitted: deque[tuple[StepWork, torch.cuda.Event | None, torch.cuda.Event | None]] = deque()
         self._last_ended = 0.0
 
     @contextmanager
     def watching(self, core: EngineCore) -> Generator[None]:
         """Record the steps of a core until the end of the block."""
         runner, submit, on_step = core.runner, core.runner.submit, core.on_step
+        runtime = runner.runtime if isinstance(runner, Runner) else None
+        stream = runtime.stream if isinstance(runtime, CudaRuntime) else None
 
-        def recorded(batch: ScheduledBatch) -> Any:
+        def event() -> torch.cuda.Event | None:
+            if stream is None:
+                return None
+            recorded = torch.cuda.Event(enable_timing=True)
+            recorded.record(stream)
+            return recorded
+
+        def submitted(batch: ScheduledBatch) -> Any:
+            began = event()
             pending = submit(batch)
-            self._submitted.append(work_of(batch, pending.decision))
+            self._submitted.append((work_of(batch, pending.decision), began, event()))
             return pending
 
-        runner.submit = recorded
+        runner.submit = submitted
         core.on_step = self._take
         try:
             yield
@@ -56,8 +75,12 @@ class StepRecorder:
             runner.submit, core.on_step = submit, on_step
 
     def _take(self, record: StepRecord) -> None:
-        work = self._submitted.popleft()
-        self.steps.append((work, record.seconds))
+        work, began, ended = self._submitted.popleft()
+        seconds = record.seconds
+        if began is not None and ended is not None:
+            ended.synchronize()
+            seconds = began.elapsed_time(ended) / 1e3
+        self.steps.append((work, seconds))
         gap = record.ended - record.seconds - self._last_ended
         if gap < LONGEST_GAP:
             self.gaps[work.num_reqs].append(gap)
@@ -67,9 +90,9 @@ class StepRecorder:
 def bench_steps(llm: LLM, input_lens: Sequence[int], num_iters: int, progress: BenchProgress) -> dict[str, Any]:
     """Measure steps of all graphs, and return the table.
 
-    Batches of each size of a decode graph run with prompts of each length. Prompts begin alike in all batches, so that
-    the prefix cache has most of them from the batch before: prefills of all prompts of an 8B model would take ten
-    minutes. Then requests arrive while others decode, as at a server (`_serve_arriving`).
+    Batches of each size of a decode graph run with prompts of each length. The largest one of a length comes first, so
+    that the prefix cache has the prompts of the others: their prefills would take ten minutes with an 8B model, and
+    bring the GPU to its power limit. Then requests arrive while others decode, as at a server (`_serve_arriving`).
 
     Args:
         llm: engine to measure.
@@ -83,9 +106,10 @@ def bench_steps(llm: LLM, input_lens: Sequence[int], num_iters: int, progress: B
     sizes = sorted({1, limits.max_num_seqs, *(key.num_reqs for key in keys if key.num_reqs <= limits.max_num_seqs)})
     lens = sorted({min(length, longest) for length in input_lens})
     room = llm.plan.memory.num_tokens
-    batches = [(size, length) for size in sizes for length in lens if size * (length + DECODE_TOKENS) <= room]
+    batches = [(size, length) for length in lens for size in sizes[::-1] if size * (length + DECODE_TOKENS) <= room]
     total = len(batches) * num_iters + num_iters
-    longest_of = [max(length for count, length in batches if count > index) for index in range(max(batches)[0])]
+    most, last_length = max(batches)[0], batches[-1][1]
+    longest_of = [max(length for count, length in batches if count > index) for index in range(most)]
     beginnings = [random_prompt(llm, rng, length) for length in longest_of]
     for turn, (size, length) in enumerate(itertools.chain([batches[0]], batches * num_iters)):
         progress("batches", turn, total + 1)
@@ -95,30 +119,40 @@ def bench_steps(llm: LLM, input_lens: Sequence[int], num_iters: int, progress: B
                 run_requests(llm, prompts, [greedy(DECODE_TOKENS)] * size)
         else:
             run_requests(llm, prompts, [greedy(DECODE_TOKENS)] * size)
+    cached = [prompt for prompt in beginnings if len(prompt) == last_length]
     for turn in range(num_iters):
         progress("batches", total - num_iters + turn, total + 1)
         with recorder.watching(llm.engine.core):
-            _serve_arriving(llm, rng, min(longest, limits.max_num_batched_tokens // 2))
+            _serve_arriving(llm, rng, min(longest, limits.max_num_batched_tokens // 2), cached)
     host = [(reqs, median(gaps)) for reqs, gaps in sorted(recorder.gaps.items())]
     return table_of(llm.plan, summarized(recorder.steps), host)
 
 
-def _serve_arriving(llm: LLM, rng: random.Random, longest: int) -> None:
+def _serve_arriving(llm: LLM, rng: random.Random, longest: int, cached: list[list[int]]) -> None:
     """Serve random requests that arrive while others decode, until all are answered.
 
     From phase to phase answers become longer, so that more and more sequences decode. Prompts have up to `longest`
-    tokens, more of them few than many: most steps have one prompt or two, of all sizes, as at a server.
+    tokens, more of them few than many: most steps have one prompt or two, of all sizes, as at a server. Every second
+    one follows a part of one of `cached`, prompts in the prefix cache, so that the tokens of prefills and the keys that
+    they attend to vary by themselves. Few sequences share a beginning, which attention would read once.
     """
     session, most = llm.session, llm.plan.limits.max_num_seqs
     context_len = llm.engine.core.scheduler.context_len
     for phase in range(PHASES):
         usual = most ** ((phase + 0.5) / PHASES)
-        left = PHASE_REQUESTS + round(usual)
-        while left > 0:
-            for _ in range(rng.choice(ARRIVALS)):
-                prompt = random_prompt(llm, rng, max(1, round(longest ** rng.random())))
-                session.add(prompt, greedy(min(context_len - len(prompt), rng.randint(1, round(2 * usual)))))
-                left -= 1
+        requests: list[tuple[list[int], int]] = []
+        for number in range(PHASE_REQUESTS + round(usual)):
+            prompt = random_prompt(llm, rng, max(1, round(longest ** rng.random())))
+            beginning = rng.choice(cached)
+            room = min(len(beginning), context_len - 1 - len(prompt))
+            if number % 2 and room > 0:
+                prompt = beginning[: round(room ** rng.random())] + prompt
+            requests.append((prompt, min(context_len - len(prompt), rng.randint(1, round(2 * usual)))))
+        # Prompts are ready before the first step: a device that waits for the host would make steps longer.
+        while requests:
+            for _ in range(min(len(requests), rng.choice(ARRIVALS))):
+                prompt, num_tokens = requests.pop()
+                session.add(prompt, greedy(num_tokens))
             session.step()
     while session.has_unfinished:
         session.step()
