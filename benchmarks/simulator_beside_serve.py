@@ -3,14 +3,16 @@
     python benchmarks/simulator_beside_serve.py MODEL --table steps.json --folder runs --output FILE [serve flags]
 
 The table is of `phonograph bench steps` with the same flags. Each workload is a trace in the folder. A server gets it
-by `bench serve --dataset-name trace`, and the simulator reads it. What the folder has already is not run again, so that
-a machine without a GPU can simulate what a server on a GPU has measured (`--device-name`). Flags after these are those
-of the server and of the simulator, as `--load-format dummy`.
+by `bench serve --dataset-name trace` several times, of which medians count: the TTFT of a burst differs by 11% between
+two runs. The simulator reads the same trace. What the folder has already is not run again, so that a machine without a
+GPU can simulate what a server on a GPU has measured (`--device-name`). Flags after these are those of the server and of
+the simulator, as `--load-format dummy`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -20,6 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
@@ -106,7 +109,8 @@ def steps_of(server: ServerProcess) -> Counter[str]:
 
 
 def measure(server: ServerProcess, trace: Path, tokenizer: str, seed: int) -> dict[str, Any]:
-    """Send a trace to a server; return the figures of `bench serve`, and the steps. A seed is used once."""
+    """Send a trace to a server; return the figures of `bench serve`, and the steps. A seed is used once, as prompts of
+    an earlier run would be in the prefix cache."""
     output = trace.with_suffix(".served.jsonl")
     output.unlink(missing_ok=True)
     flags = [
@@ -143,6 +147,12 @@ def figures(facts: dict[str, Any], steps: dict[str, int]) -> dict[str, Any]:
     return {**{name: facts[name] for name in names}, "prefix_hit_rate": rate, "steps": steps}
 
 
+def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of each figure, and of the steps of each kind, over runs of one trace."""
+    steps = {kind: median(one["steps"].get(kind, 0) for one in rounds) for one in rounds for kind in one["steps"]}
+    return {name: median(one[name] for one in rounds) for name in rounds[0] if name != "steps"} | {"steps": steps}
+
+
 def differences(served: dict[str, Any], simulated: dict[str, Any]) -> dict[str, float]:
     """Return relative differences; that of steps is the largest over their kinds, as a share of all."""
     total = sum(served["steps"].values())
@@ -167,6 +177,7 @@ def main() -> None:
     parser.add_argument("--output", type=output_file, required=True)
     parser.add_argument("--tokenizer", help="of a model without one; only its size counts, as prompts are tokens")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests of each workload")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each workload is sent")
     parser.add_argument("--device-name", help="device of the plan, where the server ran")
     arguments, flags = parser.parse_known_args()
     leave_at_sigterm()
@@ -183,8 +194,12 @@ def main() -> None:
         server = ServerProcess.of_checkout([arguments.model, *tokenizer, *flags], arguments.folder / "server.log")
         try:
             server.wait_until_ready(READY_SECONDS, print)
-            for seed, trace in enumerate(missing):
-                served = measure(server, trace, arguments.tokenizer or "demo", seed)
+            seeds = itertools.count()
+            for trace in missing:
+                rounds = [
+                    measure(server, trace, arguments.tokenizer or "demo", next(seeds)) for _ in range(arguments.rounds)
+                ]
+                served = medians(rounds) | {"rounds": rounds}
                 trace.with_suffix(".served.json").write_text(json.dumps(served), encoding="utf-8")
                 print(trace.stem, json.dumps(served), flush=True)
         finally:
