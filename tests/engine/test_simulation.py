@@ -284,6 +284,20 @@ def test_steps_without_a_graph_have_a_fit_for_each_class_of_tokens() -> None:
     assert len(times.notes) == 1
 
 
+def test_a_graph_with_few_steps_has_the_fit_of_those_near_it_times_a_factor() -> None:
+    """Three steps cannot have four coefficients. The graph of 32 tokens is slower than others, that of 200 too far."""
+    works = [
+        StepWork(f"full mixed {tokens}", tokens, reqs, 90 * reqs, 5 * tokens * (1 + reqs))
+        for tokens, most in ((24, 20), (32, 3), (40, 20), (200, 20))
+        for reqs in range(1, 1 + most)
+    ]
+    factors = {24: 1.0, 32: 1.3, 40: 1.0, 200: 3.0}
+    steps = [MeasuredStep(work, true_seconds(work) * factors[work.num_tokens]) for work in works]
+    times = MeasuredTimes(steps, [], "test")
+    for work in (StepWork("full mixed 32", 32, 12, 700, 4000), StepWork("full mixed 40", 40, 30, 200, 300)):
+        assert times.seconds(work) == pytest.approx(true_seconds(work) * factors[work.num_tokens], rel=0.02)
+
+
 def test_similar_steps_become_one_with_the_median() -> None:
     steps = [(StepWork("full decode 4", 4, 4, keys, 0), seconds) for keys, seconds in ((1000, 1), (1010, 9), (1005, 2))]
     assert summarized([*steps, (StepWork("full decode 4", 4, 4, 2000, 0), 5.0)]) == [
