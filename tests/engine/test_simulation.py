@@ -287,7 +287,7 @@ def test_steps_without_a_graph_have_a_fit_for_each_class_of_tokens() -> None:
 def test_a_graph_with_few_steps_has_the_fit_of_those_near_it_times_a_factor() -> None:
     """Three steps cannot have four coefficients. The graph of 32 tokens is slower than others, that of 200 too far."""
     works = [
-        StepWork(f"full mixed {tokens}", tokens, reqs, 90 * reqs, 5 * tokens * (1 + reqs))
+        StepWork(f"full mixed {tokens}", tokens, reqs, 100 + reqs * 70 % 1100, tokens * (1 + reqs * 3 % 50))
         for tokens, most in ((24, 20), (32, 3), (40, 20), (200, 20))
         for reqs in range(1, 1 + most)
     ]
