@@ -8,7 +8,7 @@ configuration that wins alone often loses here, where its first loads must find 
 that wins without attention may lose behind it, which leaves a multiprocessor's memory divided as it needs it. Two that
 differ by a few percent must be compared at the clock that each brings about: a GPU at its power limit slows down some
 tens of milliseconds later. So all configurations first run in turn, at one clock, and the best of them then for
-long enough each, there and back, since the last ones run on a warmer chip. Up to 16 rows there are two searches: large
+long enough each, there and back, since the last ones run on a warmer chip. 2 to 16 rows have two searches: large
 products through registers need the L1 cache (`gemm_small_m`) and do not mix with those through shared memory, so each
 kind is tried with the others of its kind. One product at a time is blind to what only pays together; rings
 (`gemm_ring`) were found by trying whole sets. The result names the entries for `EXCEPTIONS` in

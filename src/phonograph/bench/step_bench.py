@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,7 @@ from phonograph.bench.engine import greedy, random_prompt
 from phonograph.bench.records.results import BenchProgress
 from phonograph.bench.run_requests import run_requests
 from phonograph.core.batch import ScheduledBatch
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.core import EngineCore
 from phonograph.engine.llm import LLM
 from phonograph.engine.metrics.step_record import StepRecord
@@ -108,18 +109,16 @@ def bench_steps(llm: LLM, input_lens: Sequence[int], num_iters: int, progress: B
     room = llm.plan.memory.num_tokens
     batches = [(size, length) for length in lens for size in sizes[::-1] if size * (length + DECODE_TOKENS) <= room]
     total = len(batches) * num_iters + num_iters
-    most, last_length = max(batches)[0], batches[-1][1]
-    longest_of = [max(length for count, length in batches if count > index) for index in range(most)]
+    longest_of = [max(length for count, length in batches if count > index) for index in range(max(batches)[0])]
     beginnings = [random_prompt(llm, rng, length) for length in longest_of]
     for turn, (size, length) in enumerate(itertools.chain([batches[0]], batches * num_iters)):
         progress("batches", turn, total + 1)
         prompts = [prompt[:length] for prompt in beginnings[:size]]
-        if turn:  # the first one warms up
-            with recorder.watching(llm.engine.core):
-                run_requests(llm, prompts, [greedy(DECODE_TOKENS)] * size)
-        else:
+        # The first one warms up.
+        with recorder.watching(llm.engine.core) if turn else nullcontext():
             run_requests(llm, prompts, [greedy(DECODE_TOKENS)] * size)
-    cached = [prompt for prompt in beginnings if len(prompt) == last_length]
+    # Those of the last length.
+    cached = [prompt for prompt in beginnings if len(prompt) == longest_of[0]]
     for turn in range(num_iters):
         progress("batches", total - num_iters + turn, total + 1)
         with recorder.watching(llm.engine.core):
@@ -138,21 +137,18 @@ def _serve_arriving(llm: LLM, rng: random.Random, longest: int, cached: list[lis
     """
     session, most = llm.session, llm.plan.limits.max_num_seqs
     context_len = llm.engine.core.scheduler.context_len
+    # All are ready before the first step: a device that waits for the host would make steps longer.
+    requests: deque[tuple[list[int], SamplingParams]] = deque()
     for phase in range(PHASES):
         usual = most ** ((phase + 0.5) / PHASES)
-        requests: list[tuple[list[int], int]] = []
         for number in range(PHASE_REQUESTS + round(usual)):
             prompt = random_prompt(llm, rng, max(1, round(longest ** rng.random())))
             beginning = rng.choice(cached)
             room = min(len(beginning), context_len - 1 - len(prompt))
             if number % 2 and room > 0:
                 prompt = beginning[: round(room ** rng.random())] + prompt
-            requests.append((prompt, min(context_len - len(prompt), rng.randint(1, round(2 * usual)))))
-        # Prompts are ready before the first step: a device that waits for the host would make steps longer.
-        while requests:
-            for _ in range(min(len(requests), rng.choice(ARRIVALS))):
-                prompt, num_tokens = requests.pop()
-                session.add(prompt, greedy(num_tokens))
-            session.step()
-    while session.has_unfinished:
+            requests.append((prompt, greedy(min(context_len - len(prompt), rng.randint(1, round(2 * usual))))))
+    while requests or session.has_unfinished:
+        for _ in range(min(len(requests), rng.choice(ARRIVALS))):
+            session.add(*requests.popleft())
         session.step()

@@ -173,7 +173,7 @@ class MeasuredTimes:
             if kind != "eager":
                 near = [one for one in by_kind[kind] if tokens / NEAR <= one.work.num_tokens <= tokens * NEAR]
             fit = _Fit(near) if len(near) >= ENOUGH else self._kinds[kind]
-            ratios = [ratio for one in those for ratio in [one.seconds / fit(one.work)] * one.num_steps]
+            ratios = np.repeat([one.seconds / fit(one.work) for one in those], [one.num_steps for one in those])
             self._graphs[graph] = fit, float(np.median(ratios))
         self._host = np.polynomial.Polynomial([0.0])
         if host:

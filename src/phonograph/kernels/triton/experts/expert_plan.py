@@ -130,8 +130,8 @@ def row_config(hidden_size: int, intermediate_size: int, *, fp4: bool = False) -
     """Return the launch of experts of such sizes, with the tiles of `choose` for one row of dense weights.
 
     Gates and ups of 2048 inputs are an exception: 14.4 us of Qwen3-30B-A3B on an H200 in place of 18.6, as more
-    programs of one warp share a multiprocessor. Four steps of `down` come in while gates and ups are computed, or eight
-    of half as many outputs from 512 inputs: 2.20 → 2.10 ms of a step of Qwen3.6-35B-A3B.
+    programs of one warp share a multiprocessor. Four steps of `down` come in while gates and ups are computed. With 512
+    inputs eight come in, each with half of the outputs, and a step of Qwen3.6-35B-A3B takes 2.10 ms in place of 2.20.
     """
     tiles: list[RowTile] = []
     for num_inputs in (hidden_size, intermediate_size):
