@@ -53,7 +53,6 @@ def layer_of(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> tuple[
         weights = normal(net.channels, kind=wide), *(normal(heads, kind=wide) for _ in range(3))
         inputs = normal(tokens, inner + net.channels + heads), taps, *weights, normal(inner, kind=wide)
         kernel: Callable[..., None] = mamba2
-        scratch = normal(tokens, net.channels)
     else:
         heads, inner = net.value_heads, net.value_heads * net.value_size
         state = normal(num_seqs, heads, net.key_size, net.value_size, kind=wide)
@@ -61,8 +60,7 @@ def layer_of(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> tuple[
         widths = [net.channels + inner, 2 * heads]
         inputs = *normal(tokens, sum(widths)).split(widths, 1), taps, *weights
         kernel = gated_delta
-        scratch = normal(tokens, sum(net.scratch_widths))
-    out = normal(tokens, inner)
+    out, scratch = normal(tokens, inner), normal(tokens, sum(net.scratch_widths))
     args = *inputs, *rows, history, state, out, net, EPS, scratch
     known = {"early": True} if isinstance(net, DeltaSizes) else {}
     return lambda: kernel(*args, single=length == 1, **known), state.nbytes

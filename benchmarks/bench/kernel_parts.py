@@ -27,6 +27,8 @@ KERNEL_PARTS = {
     "delta_scan_kernel": "attention",
     "delta_step_kernel": "attention",
     "mamba_chunk_kernel": "attention",
+    "mamba_pass_kernel": "attention",
+    "mamba_segment_kernel": "attention",
     "mamba_step_kernel": "attention",
     "_dequantize_kernel": "products",
     "_expert_kernel": "products",

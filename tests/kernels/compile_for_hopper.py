@@ -91,6 +91,7 @@ _MORE = {
     "delta_scan_kernel": _SCAN,
     "delta_decode_kernel": {"LDG": "read", "STL": "spill"},
     "mamba_chunk_kernel": _SCAN,
+    "mamba_segment_kernel": _SCAN,
     "_send_kernel": {"LDG": "read", "STG": "write", "BAR.SYNC": "barrier", "MEMBAR": "fence"},
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
 }
@@ -228,13 +229,12 @@ def main() -> None:
         route_module.route(rows, router, routing, lists, block=128)
     net = MambaSizes(128, 64, 1, 128)
     name, heads, rows = "long", torch.empty(128), [torch.empty(size, dtype=torch.int32) for size in (9, 8, 8)]
-    projected, taps = (
-        torch.empty(64, net.inner + net.channels + 128, dtype=torch.bfloat16),
-        torch.empty(net.channels, 4),
+    projected, scratch, out = (
+        torch.empty(600, width, dtype=torch.bfloat16)
+        for width in (net.inner + net.channels + 128, sum(net.scratch_widths), net.inner)
     )
-    checkpoints, out = torch.empty(3, 8, dtype=torch.int32), torch.empty(64, net.inner, dtype=torch.bfloat16)
+    checkpoints, taps = torch.empty(3, 8, dtype=torch.int32), torch.empty(net.channels, 4)
     pool = torch.empty(9, 3, net.channels, dtype=torch.bfloat16), torch.empty(9, 128, 64, 128)
-    scratch = torch.empty(64, net.channels, dtype=torch.bfloat16)
     weights = taps, None, heads, heads, heads, torch.empty(net.inner)
     for module in (causal_conv, gated_delta, mamba2):
         module.pdl_options = launch_product.pdl_options

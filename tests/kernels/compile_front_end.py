@@ -284,9 +284,10 @@ def launch_states() -> None:
         norm = torch.zeros(sizes.inner) if sizes.norm_groups else None
         weights = torch.zeros(channels, 4), torch.zeros(channels), *heads, norm
         pool = halves(9, 3, channels), torch.zeros(9, sizes.heads, sizes.head_size, sizes.key_size)
-        projected, out = halves(64, sizes.inner + channels + sizes.heads), halves(64, sizes.inner)
+        widths = sizes.inner + channels + sizes.heads, sizes.inner, sum(sizes.scratch_widths)
+        projected, out, scratch = (halves(600, width) for width in widths)
         for single in (False, True):
-            mamba2(projected, *weights, *rows, *pool, out, sizes, 1e-6, halves(64, channels), single=single)
+            mamba2(projected, *weights, *rows, *pool, out, sizes, 1e-6, scratch, single=single)
     for bias, single in ((None, False), (torch.zeros(2048), True)):
         args = halves(64, 6144), torch.zeros(2048, 3), bias, *rows, halves(9, 2, 2048), halves(64, 2048)
         short_conv(*args, single=single)

@@ -148,6 +148,8 @@ def run_all(device: torch.device) -> None:
         gated_delta.test_steps_are_those_of_the_torch_set("odd sizes", batch, dtype, device)
         short_conv.test_steps_are_those_of_the_torch_set(200, 3, True, batch, dtype, device)
         mamba2.test_kernels_are_the_torch_set("odd sizes", batch, dtype, device)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        mamba2.test_segments_are_the_whole("odd sizes", "long", dtype, device, monkeypatch)
     gated_delta.test_gates_of_attention(dtype, device)
     experts.test_routes("many", 50, 33, device)
     experts.test_counts_of_pairs("shared", 70, 33, device)

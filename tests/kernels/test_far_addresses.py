@@ -431,11 +431,13 @@ def walk_states(place: Place, device: torch.device) -> list[torch.Tensor]:
     short_conv(gates_and_inputs, taps[:32].contiguous(), None, *rows, inputs, mixed)
     mamba = MambaSizes(2, 32, 1, 16)
     per_head, norm = (randn(2, device=device).float() for _ in range(3)), randn(64, device=device).float()
-    scanned, kept = randn(20, 64, device=device), randn(2, 2, 32, 16, device=device).float()
+    # More tokens than a segment has.
+    starts, lens = (torch.tensor(one).to(device, torch.int32) for one in ([0, 518, 520], [530, 2]))
+    scanned, kept = randn(520, 64, device=device), randn(2, 2, 32, 16, device=device).float()
     weights = taps[: mamba.channels].contiguous(), None, *per_head, norm
-    scratch, columns = randn(20, mamba.channels, device=device), mamba.inner + mamba.channels + 2
-    pools = randn(2, 2, mamba.channels, device=device), kept
-    mamba2(place(randn(20, columns, device=device)), *weights, *rows, *pools, scanned, mamba, EPS, scratch)
+    scratch, columns = randn(520, sum(mamba.scratch_widths), device=device), mamba.inner + mamba.channels + 2
+    pools, rows = (randn(2, 2, mamba.channels, device=device), kept), (starts, lens, slots, checkpoints)
+    mamba2(place(randn(520, columns, device=device)), *weights, *rows, *pools, scanned, mamba, EPS, scratch)
     heads = place(randn(ROWS, 32, device=device))
     gate_heads(heads, place(randn(ROWS, 96, device=device)), 16)
     return [out, history, state, heads, inputs, mixed, scanned, *pools]
@@ -489,6 +491,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
             *("causal_conv._conv_kernel", "gate_heads._gate_heads_kernel", "mamba2._gated_norm_kernel"),
             *("delta_chunk.delta_chunk_kernel", "delta_norm.delta_norm_kernel"),
             *("mamba_step.mamba_step_kernel", "mamba_chunk.mamba_chunk_kernel"),
+            *("mamba_segments.mamba_segment_kernel", "mamba_segments.mamba_pass_kernel"),
         ),
     ),
     "embeddings in layers": (

@@ -65,11 +65,11 @@ def test_rows_of_encoders(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["gated delta net", "Mamba 2"])
-@pytest.mark.parametrize(("queries", "early"), [((20, 3), False), ((1, 3), False), ((1, 1), False), ((1, 1), True)])
+@pytest.mark.parametrize(("queries", "early"), [((530, 3), False), ((1, 3), False), ((1, 1), False), ((1, 1), True)])
 def test_the_last_slots_of_a_large_pool(
     queries: tuple[int, int], early: bool, mixer: str, device: torch.device
 ) -> None:
-    """States and last inputs of slots beyond the border, by steps and by chunks."""
+    """States and last inputs of slots beyond the border, by steps, by chunks and by segments."""
     delta, mamba = DeltaSizes(1, 2, 16, 32, by_head=False), MambaSizes(2, 32, 1, 16)
     is_mamba, taps = mixer == "Mamba 2", 3
     net, heads = mamba if is_mamba else delta, 2
@@ -95,8 +95,7 @@ def test_the_last_slots_of_a_large_pool(
         checkpoints = torch.full((3, 2), -1, dtype=torch.int32, device=device)
         out = torch.zeros(tokens, width, dtype=torch.float16, device=device)
         rows = starts, lens, at, checkpoints
-        size = net.channels if isinstance(net, MambaSizes) else sum(net.scratch_widths)
-        scratch = torch.empty(tokens, size, dtype=torch.float16, device=device)
+        scratch = torch.empty(tokens, sum(net.scratch_widths), dtype=torch.float16, device=device)
         mix(*projected, *weights, *rows, history, state, out, net, EPS, scratch, single=queries == (1, 1))
         return [out, *(pool[list(places)].clone() for pool in (history, state))]
 

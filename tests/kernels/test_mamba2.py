@@ -86,7 +86,7 @@ def test_kernels_are_the_torch_set(name: str, batch: str, dtype: torch.dtype, de
     torch_set.mamba2(memory[:, :width], *weights, *rows, *wanted, list(net), torch.tensor(EPS))
     got = [tensor.to(device) for tensor in (history, state, out)]
     inputs = [tensor if tensor is None else tensor.to(device) for tensor in (*weights, *rows)]
-    scratch = torch.full((num_tokens, net.channels), torch.nan, dtype=dtype, device=device)
+    scratch = torch.full((num_tokens, sum(net.scratch_widths)), torch.nan, dtype=dtype, device=device)
     triton_set.mamba2(memory.to(device)[:, :width], *inputs, *got, net, EPS, scratch, single=batch == "single")
     most = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     for one, other in zip(got, wanted, strict=True):
@@ -98,6 +98,19 @@ def test_kernels_are_the_torch_set(name: str, batch: str, dtype: torch.dtype, de
 @pytest.mark.parametrize("name", ENDS)
 def test_ends_of_outputs(name: str, dtype: torch.dtype, device: torch.device) -> None:
     test_kernels_are_the_torch_set(name, next(iter(BATCHES)), dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", ["mixed", "chunks", "long"])
+@pytest.mark.parametrize("name", ["groups", "odd sizes", "wide keys"])
+def test_segments_are_the_whole(
+    name: str, batch: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences are cut whatever else is in the step; checkpoints lie within segments and between them."""
+    monkeypatch.setattr(torch_set, "SEGMENT", 64)
+    monkeypatch.setattr(triton_set, "SEGMENT", 64)
+    monkeypatch.setattr(triton_set, "_CHUNK_PROGRAMS", 5000)
+    test_kernels_are_the_torch_set(name, batch, dtype, device)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

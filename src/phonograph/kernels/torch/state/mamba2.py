@@ -26,6 +26,8 @@ from phonograph.kernels.torch.state.state_runs import state_runs
 MOST_GPU_KEYS = 256
 """Largest K on a GPU, whose kernels hold rows of the state in registers."""
 _CHUNK = 64
+SEGMENT = 512
+"""Tokens of a segment of a long sequence on a GPU; see `kernels/triton/state/mamba_segments.py`."""
 
 
 class MambaSizes(NamedTuple):
@@ -56,6 +58,11 @@ class MambaSizes(NamedTuple):
     def channels(self) -> int:
         """C: inputs, keys and queries of a token."""
         return self.inner + 2 * self.groups * self.key_size
+
+    @property
+    def scratch_widths(self) -> tuple[int, int]:
+        """Numbers of a token in scratch: for states in float32 behind segments with their decays, and channels."""
+        return 2 * -(-self.heads * (self.head_size * self.key_size + 1) // SEGMENT), self.channels
 
 
 def scan(

@@ -59,8 +59,8 @@ class MambaMixer(ConvMixer):
 
     @property
     def scratch(self) -> int:
-        """Numbers of a token beside projections and output: inputs of the scan, after the convolution."""
-        return self.sizes.channels
+        """Numbers of a token beside projections and output; see `MambaSizes`."""
+        return sum(self.sizes.scratch_widths)
 
     @property
     def gpu_refusal(self) -> str | None:
