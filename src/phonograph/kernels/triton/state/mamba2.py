@@ -96,7 +96,7 @@ def mamba2(
     lengths = {"ROWS": places_size(num_reqs), "MOST": _MOST_STEPS}
 
     def grid(num_items: int, block: int, programs: int) -> tuple[int]:
-        return (min(num_items * net.heads * triton.cdiv(net.head_size, block), programs),)
+        return (min(num_items * net.heads * -(-net.head_size // block), programs),)
 
     values = min(size, _STEP_BLOCK // keys)
     mamba_step_kernel[grid(num_reqs, values, _STEP_PROGRAMS)](
