@@ -2,9 +2,9 @@
 
 Of FP8 queries, keys and values they compute with what the factors make of them, and write bfloat16.
 
-They leave rows of no request unwritten (NaN, to show), fold query heads at query length 1 as version 2 does, drop
-windows beyond the maxima, and read a plan only if it was made for exactly this launch: its entries are hashes of all
-that went into it.
+They leave rows of no request unwritten (NaN, to show), drop windows beyond the maxima, and read a plan only if it was
+made for exactly this launch: its entries are hashes of all that went into it. Version 2 folds query heads at query
+length 1, and gives queries without keys a log-sum-exp of plus infinity.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ def _attend(
         rows = slice(first[slot], first[slot] + count)
         query = _factored(q[rows], descales[0], slot) if length else np.zeros((count, *q.shape[1:]))
         some, some_lse = dense_attention(query, keys, values, layer, causal=causal and not folded)
+        if folds:
+            some_lse[some_lse == -np.inf] = np.inf
         out[rows], lse[:, rows] = torch.from_numpy(some).float(), torch.from_numpy(some_lse).float()
     return out.to(q.device, torch.bfloat16 if fp8 else q.dtype), lse.to(q.device)
 

@@ -95,10 +95,11 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
             query_THD = rounded_THD
         lse = self._library.attend(query_THD, key_BSKD, value_BSKD, call, plan, out_THD)
         if lse is not None and lse_HT is not None:
-            # The library leaves padding rows of its new tensor unwritten. Rows before the first query belong to
-            # another launch.
+            # The library leaves padding rows of its new tensor unwritten, and version 2 gives queries without keys plus
+            # infinity. Rows before the first query belong to another launch.
             starts, rows = call.metadata.common.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
-            cleared = torch.where(rows < starts[-1:], lse.view_as(lse_HT), self._no_keys)
+            found = lse.view_as(lse_HT).nan_to_num_(torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+            cleared = torch.where(rows < starts[-1:], found, self._no_keys)
             torch.where(rows < starts[:1], lse_HT, cleared, out=lse_HT)
 
 
