@@ -1,4 +1,4 @@
-"""An installation with exactly the FlashAttention packages that a test names, all of them stand-ins."""
+"""Installations with exactly the FlashAttention packages that a test names, all of them stand-ins; quick KV writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import fake_flash
 import pytest
+import torch
 
+from phonograph.attention import kv_write
 from phonograph.attention.flash_attn import providers
 
 _TOP = ("cutlass", "vllm", "flash_attn", "flash_attn_2_cuda", "flash_attn_interface", "kernels", "flash_kernel")
@@ -33,3 +35,24 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     for name in list(sys.modules):
         if name.partition(".")[0] in _TOP and str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
+
+
+@pytest.fixture
+def quick_kv_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the KV write, which takes the interpreter seconds, in one thread, and has tests of its own."""
+
+    def write_kv(
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> None:
+        size, own = cache.shape[2], slots >= 0
+        at = slots[own] // size, slots[own] % size
+        for plane, rows, scale in ((0, keys, k_scale), (1, values, v_scale)):
+            written = rows[: len(slots)][own].float()
+            cache[(plane, *at)] = (written if scale is None else written / scale[:, None]).to(cache.dtype)
+
+    monkeypatch.setattr(kv_write, "write_kv", write_kv)

@@ -13,6 +13,7 @@ import fake_flash
 import numpy as np
 import pytest
 import torch
+from divided_attention import DECODES, MIXED, check_divided
 from fake_flash import CALLS
 from flash_kernels import kernel_missing
 
@@ -268,6 +269,16 @@ class Step:
             end = int(self.starts[-1])
             assert bool(out[:end].isfinite().all())
         return list(CALLS)
+
+
+@pytest.mark.usefixtures("quick_kv_write")
+@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("package", ["vllm 2", "vllm 3", "interface 3", "cute 4"])
+def test_ranks_share_the_tokens_of_a_head(
+    package: str, lens: tuple[list[int], list[int]], installed: Installed
+) -> None:
+    installed(package)
+    check_divided(BACKENDS[package[-1]], 2, lens, size=16)
 
 
 @pytest.mark.parametrize("package", ["vllm 2", "vllm 3", "interface 3", "cute 4"])

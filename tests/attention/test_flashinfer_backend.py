@@ -12,9 +12,9 @@ import fake_flashinfer as fake
 import numpy as np
 import pytest
 import torch
+from divided_attention import DECODES, MIXED, check_divided
 from paged import Arena, Batch
 
-from phonograph.attention import kv_write as gpu_backend
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
 from phonograph.attention.backend import MakeBackend
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
@@ -39,26 +39,13 @@ CPU = torch.device("cpu")
 ONE_LAUNCH = partial(FlashInferBackend, splits_mixed=False)
 FULL = (-1, -1)
 TINY = replace(attention_specs.TINY, head_size=64, dtype="float16", kv_cache_dtype="float16")
+pytestmark = pytest.mark.usefixtures("quick_kv_write")
 
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
     # Where the real one is installed, these tests still are about the adapter.
     return fake.install(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def quick_kv_write(monkeypatch) -> None:
-    """Replace the KV write, which takes the interpreter seconds and has tests of its own."""
-
-    def write_kv(keys, values, cache, slots, k_scale, v_scale):
-        size, own = cache.shape[2], slots >= 0
-        at = slots[own] // size, slots[own] % size
-        for plane, rows, scale in ((0, keys, k_scale), (1, values, v_scale)):
-            written = rows[: len(slots)][own].float()
-            cache[(plane, *at)] = (written if scale is None else written / scale[:, None]).to(cache.dtype)
-
-    monkeypatch.setattr(gpu_backend, "write_kv", write_kv)
 
 
 @pytest.fixture
@@ -91,6 +78,12 @@ def test_conformance(spec: AttentionSpec, routine: str) -> None:
     results = check_backend(FlashInferBackend, replace(spec, non_causal=True), CPU)
     assert len(results) == 8
     assert all(result.passed for result in results), [str(result) for result in results if not result.passed]
+
+
+@pytest.mark.usefixtures("quick_pages", "routine")
+@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_ranks_share_the_tokens_of_a_head(lens: tuple[list[int], list[int]]) -> None:
+    check_divided(FlashInferBackend, 2, lens, size=16, head_size=64, dtype="float16")
 
 
 class FakeGraph:
