@@ -17,6 +17,8 @@ import os
 import signal
 import sys
 from collections.abc import Generator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup() -> None:
     make_quick()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_are_read_once() -> None:
+    """Each client of httpx reads all of them, also for plain HTTP, which takes 30 ms."""
+    transports: Any = import_module("httpx._transports.default")
+    transports.create_ssl_context = cache(transports.create_ssl_context)
 
 
 @pytest.hookimpl(wrapper=True)
