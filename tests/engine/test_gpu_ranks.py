@@ -109,15 +109,17 @@ def test_ranks_that_share_the_tokens_of_a_head(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("backend", ["flash_attn", "flashinfer"])
+@pytest.mark.parametrize("backend", ["flash_attn 2", "flash_attn 3", "flashinfer"])
 def test_libraries_attend_parts_of_a_context(backend: str, tmp_path: Path) -> None:
     """Log-probabilities of the tokens are those that one rank gives them by our kernels, in prompts of its own."""
-    absent = missing("3") if backend == "flash_attn" else FlashInferCapabilities().missing()
+    backend, _, version = backend.partition(" ")
+    absent = missing(version) if version else FlashInferCapabilities().missing()
     if absent is not None:
         pytest.skip(absent)
     make_checkpoint("llama3", tmp_path, seed=3, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
     settings = {**SETTINGS, "dtype": "bfloat16"}
-    shared = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "attention_backend": backend}
+    shared: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    shared |= {"attention_backend": backend, "flash_attn_version": int(version) if version else None}
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)
     with LLM(str(tmp_path), **settings, **shared) as llm:
         outputs = [output.outputs[0] for output in llm.generate(prompts(VOCAB_SIZE), params)]
