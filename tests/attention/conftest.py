@@ -49,10 +49,12 @@ def quick_kv_write(monkeypatch: pytest.MonkeyPatch) -> None:
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
     ) -> None:
-        size, own = cache.shape[2], slots >= 0
+        size, own, largest = cache.shape[2], slots >= 0, torch.finfo(cache.dtype).max
         at = slots[own] // size, slots[own] % size
         for plane, rows, scale in ((0, keys, k_scale), (1, values, v_scale)):
+            assert scale is not None or cache.dtype.itemsize > 1
             written = rows[: len(slots)][own].float()
-            cache[(plane, *at)] = (written if scale is None else written / scale[:, None]).to(cache.dtype)
+            scaled = written if scale is None else written / scale[:, None]
+            cache[(plane, *at)] = scaled.clamp(-largest, largest).to(cache.dtype)
 
     monkeypatch.setattr(kv_write, "write_kv", write_kv)

@@ -110,7 +110,7 @@ FP8 = replace(SPEC, dtype="bfloat16", kv_cache_dtype="float8_e4m3fn")
 
 
 @pytest.fixture
-def exact_rounding(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def exact_rounding(monkeypatch: pytest.MonkeyPatch, device: torch.device, request: pytest.FixtureRequest) -> None:
     """Round to FP8 with torch where there is no GPU: the interpreter drops a carry that fills the mantissa."""
 
     def rounded(query_THD: torch.Tensor, scale_K: torch.Tensor | None, out_THD: torch.Tensor) -> None:
@@ -120,23 +120,7 @@ def exact_rounding(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Non
 
     if device.type == "cpu":
         monkeypatch.setattr("phonograph.attention.flash_attn.backend.quantize_queries", rounded)
-        monkeypatch.setattr("phonograph.attention.kv_write.write_kv", _write_kv)
-
-
-def _write_kv(
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
-    written = slot_mapping_T >= 0
-    blocks, offsets = slot_mapping_T[written] // kv_cache.shape[2], slot_mapping_T[written] % kv_cache.shape[2]
-    for plane, rows, scale_K in ((0, key_TKD, k_scale), (1, value_TKD, v_scale)):
-        assert scale_K is not None
-        stored = (rows[: len(written)][written].float() / scale_K[:, None]).clamp(-448, 448).to(kv_cache.dtype)
-        kv_cache.view(torch.uint8)[plane, blocks, offsets] = stored.view(torch.uint8)
+        request.getfixturevalue("quick_kv_write")
 
 
 @pytest.mark.usefixtures("exact_rounding")
