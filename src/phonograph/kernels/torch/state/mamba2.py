@@ -61,7 +61,7 @@ class MambaSizes(NamedTuple):
 
     @property
     def scratch_widths(self) -> tuple[int, int]:
-        """Numbers of a token in scratch: for states in float32 behind segments with their decays, and channels."""
+        """Numbers of a token in scratch: for float32 states after segments, with their decays, and channels."""
         return 2 * -(-self.heads * (self.head_size * self.key_size + 1) // SEGMENT), self.channels
 
 

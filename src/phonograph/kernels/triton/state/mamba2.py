@@ -95,8 +95,11 @@ def mamba2(
     sizes: dict[str, Any] = {**heads, "G": net.groups, "KEYS": keys}
     lengths = {"ROWS": places_size(num_reqs), "MOST": _MOST_STEPS}
 
-    def grid(num_items: int, block: int, programs: int) -> tuple[int]:
-        return (min(num_items * net.heads * -(-net.head_size // block), programs),)
+    def items(block: int) -> int:
+        return net.heads * -(-net.head_size // block)
+
+    def grid(num_rows: int, block: int, programs: int) -> tuple[int]:
+        return (min(num_rows * items(block), programs),)
 
     values = min(size, _STEP_BLOCK // keys)
     mamba_step_kernel[grid(num_reqs, values, _STEP_PROGRAMS)](
@@ -117,7 +120,7 @@ def mamba2(
             parts = max(1, _PASS_BLOCK // net.key_size)
             mamba_pass_kernel[grid(num_segments, parts, _STEP_PROGRAMS)](
                 *rows, state_SHVK, states, decays, num_reqs, strides[1], **heads, **lengths,
-                ITEMS=net.heads * triton.cdiv(net.head_size, values), BLOCK=_PASS_BLOCK, num_warps=4,
+                ITEMS=items(values), BLOCK=_PASS_BLOCK, num_warps=4,
             )  # fmt: skip
         mamba_chunk_kernel[grid(most_long + num_segments, values, _CHUNK_PROGRAMS)](
             *args, states, num_reqs, *strides, **sizes, **lengths, num_warps=_CHUNK_WARPS

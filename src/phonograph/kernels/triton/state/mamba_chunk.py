@@ -28,7 +28,7 @@ def mamba_chunk_kernel(
 ):  # fmt: skip
     """Mix the tokens of sequences with more than MOST.
 
-    between_ptr: states behind segments that others follow.
+    between_ptr: states after segments that others follow.
     KEYS: power of two of at least 16, at least K.
     VALUES: rows of the state of an item, a power of two of at least 16.
     PROGRAMS, ROWS: see `segments_by_row`.

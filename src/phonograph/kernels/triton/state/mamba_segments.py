@@ -11,7 +11,7 @@ and Gu 2024, arXiv:2405.21060, section 6):
 
 Sequences are cut if the longest one would take much longer than all programs with equal shares (`segments_by_row`).
 
-Scratch, float32: states [N, H, V, K] behind N segments that others follow, and the logarithms of their decays [N, H].
+Scratch, float32: states [N, H, V, K] after N segments that others follow, and the logarithms of their decays [N, H].
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -90,7 +90,7 @@ def mamba_pass_kernel(
     H: tl.constexpr, V: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     MOST: tl.constexpr, SEGMENT: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Replace what a segment adds by the state behind it. An item is a sequence, a head and BLOCK of its numbers.
+    """Replace what a segment adds by the state after it. An item is a sequence, a head and BLOCK of its numbers.
 
     ITEMS: of a sequence in the scan.
     """
