@@ -180,4 +180,16 @@ def test_a_missing_lse_fails() -> None:
         def forward(self, query: Any, call: AnyCall, out: Any, *lse: Any) -> None:
             super().forward(query, call, out)
 
-    assert not any(result.passed for result in check_backend(NoLse, SPEC, torch.device("cpu")))
+    results = check_backend(NoLse, SPEC, torch.device("cpu"))
+    assert [result.name for result in results if result.passed] == ["empty"] * len(SPEC.windows)
+
+
+def test_a_key_for_queries_without_keys_fails() -> None:
+    class GivesAKey(Wrong):
+        def common(self, common: CommonMetadata) -> CommonMetadata:
+            return replace(common, seq_lens=common.seq_lens.clamp(min=1))
+
+    spec = replace(SPEC, windows=((-1, -1),), sinks=False, non_causal=True)
+    assert all(result.passed for result in check_backend(ReferenceBackend, spec, torch.device("cpu")))
+    results = check_backend(GivesAKey, spec, torch.device("cpu"))
+    assert [result.name for result in results if not result.passed] == ["without keys"]

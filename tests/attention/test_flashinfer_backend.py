@@ -76,7 +76,7 @@ def routine(request, monkeypatch) -> str:
 def test_conformance(spec: AttentionSpec, routine: str) -> None:
     """Eager steps of every kind; rows of no request are zeros, of no slot's row too many."""
     results = check_backend(FlashInferBackend, replace(spec, non_causal=True), CPU)
-    assert len(results) == 8
+    assert len(results) == 8 + (spec.lse and spec.windows == ((-1, -1),))
     assert all(result.passed for result in results), [str(result) for result in results if not result.passed]
 
 

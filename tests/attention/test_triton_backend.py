@@ -49,7 +49,7 @@ def check(spec: AttentionSpec, device: torch.device, shapes: tuple[BatchShape, .
 @pytest.mark.parametrize(
     "spec",
     [
-        TINY,
+        replace(TINY, non_causal=True),
         replace(TINY, windows=(FULL, (6, 0)), sinks=True, layout=KVLayout.HND),
         replace(TINY, softcap=1.5, alibi=True, lse=False),
         replace(TINY, kind=AttentionKind.ENCODER_ONLY, windows=((5, 4),)),

@@ -109,7 +109,7 @@ def check_divided(
             step_cache, slots = backend.kv_places(call, common.slot_mapping)
             kept = slots >= 0
             step_cache[0].flatten(0, 1)[slots[kept]], step_cache[1].flatten(0, 1)[slots[kept]] = key[kept], value[kept]
-        out, lse = torch.full_like(own, torch.nan), torch.full((own.shape[1], num_tokens), torch.nan)
+        out, lse = torch.full_like(own, torch.nan), torch.full((own.shape[1], num_tokens), -torch.inf)
         backend.forward(own, call, out, lse)
         return out, lse
 

@@ -4,7 +4,7 @@ Of FP8 queries, keys and values they compute with what the factors make of them,
 
 They leave rows of no request unwritten (NaN, to show), drop windows beyond the maxima, and read a plan only if it was
 made for exactly this launch: its entries are hashes of all that went into it. Version 2 folds query heads at query
-length 1, and gives queries without keys a log-sum-exp of plus infinity.
+length 1, and may not get queries without keys, whose log-sum-exp it writes beyond its tensor.
 """
 
 from __future__ import annotations
@@ -96,16 +96,15 @@ def _attend(
         length, count = int(lens[slot]), int(lengths[slot])
         if not count:
             continue
+        assert length or folded or not folds, "the log-sum-exp of queries without keys would lie beyond the tensor"
         blocks = table[slot, : -(-length // k.shape[1])].long()
         keys, values = (
             _factored(_chosen(pages, blocks).flatten(0, 1)[:length], factor, slot)
             for pages, factor in ((k, descales[1]), (v, descales[2]))
         )
         rows = slice(first[slot], first[slot] + count)
-        query = _factored(q[rows], descales[0], slot) if length else np.zeros((count, *q.shape[1:]))
+        query = _factored(q[rows], descales[0], slot)
         some, some_lse = dense_attention(query, keys, values, layer, causal=causal and not folded)
-        if folds:
-            some_lse[some_lse == -np.inf] = np.inf
         out[rows], lse[:, rows] = torch.from_numpy(some).float(), torch.from_numpy(some_lse).float()
     return out.to(q.device, torch.bfloat16 if fp8 else q.dtype), lse.to(q.device)
 

@@ -169,6 +169,9 @@ class Arena:
         for tensor in (*self.outs, *self.lses):
             if tensor is not None:
                 tensor.fill_(torch.nan)
+        for lse in self.lses:
+            if lse is not None:
+                lse[:-1, self.end :] = -torch.inf
         if not self.backend.clears_padding:
             for out in self.outs:
                 out[self.end : self.num_tokens] = 0

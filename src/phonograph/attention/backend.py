@@ -258,7 +258,8 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             query_THD: rotated queries.
             call: layer, cache and metadata.
             out_THD: where the output goes.
-            lse_HT: where the LSE goes: float32, natural logarithm, sinks included.
+            lse_HT: where the LSE goes: float32, natural logarithm, sinks included. The caller has filled it with minus
+                infinity, which queries without keys keep; their outputs may be anything.
         """
 
 

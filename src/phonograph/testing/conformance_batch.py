@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionKind, AttentionSpec, KVLayout
 from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 
@@ -57,8 +57,17 @@ class PagedBatch:
 
 
 def shapes_of(spec: AttentionSpec) -> list[BatchShape]:
-    """Return the shapes of `batch_shapes` that a backend with `spec` accepts."""
-    return [one for one in batch_shapes(spec.block_size, spec.kind) if one.causal is None or spec.non_causal]
+    """Return the shapes of `batch_shapes` that a backend with `spec` accepts, and queries without keys.
+
+    Ranks that share a context have these, and merge by LSE. Other ranks have the keys. Windows and sinks have no rule.
+    """
+    shapes = [one for one in batch_shapes(spec.block_size, spec.kind) if one.causal is None or spec.non_causal]
+    if spec.lse and spec.non_causal and spec.windows == ((UNBOUNDED, UNBOUNDED),) and not spec.sinks:
+        size = spec.block_size
+        queries, keys = (1, 1, 2, 5, size + 3), (0, size + 1, 0, 2, 2 * size)
+        more = BatchShape(name="without keys", query_lens=queries, seq_lens=keys, causal=False)
+        shapes += [replace(more, padded_reqs=2, padded_tokens=3)]
+    return shapes
 
 
 def batch_shapes(block_size: int, kind: AttentionKind) -> list[BatchShape]:
@@ -153,7 +162,8 @@ def make_batch(
         return padded.to(device, dtype)
 
     new_slots = [
-        all_slots[len(all_slots) - length :] for all_slots, length in zip(slots, shape.query_lens, strict=True)
+        torch.cat([torch.full((max(0, length - len(all_slots)),), -1), all_slots[max(0, len(all_slots) - length) :]])
+        for all_slots, length in zip(slots, shape.query_lens, strict=True)
     ]
     slot_mapping = torch.cat([*new_slots, torch.full((shape.padded_tokens,), -1)]).long()
     return PagedBatch(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
@@ -139,8 +140,13 @@ class RigInputs:
             out_THD.view(torch.int16).fill_(POISON)
             if not clears_padding:
                 out_THD[common.num_tokens :] = 0
+        sees_keys = torch.zeros(self._qkv_THD.shape[0], dtype=torch.bool)
+        sees_keys[: common.num_tokens] = torch.from_numpy(
+            np.repeat(common.seq_lens_cpu > 0, np.diff(common.query_start_loc_cpu))
+        )
         for lse_HT in self.lses_HT or []:
             lse_HT.view(torch.int16).fill_(POISON)
+            lse_HT[:, ~sees_keys] = -torch.inf
         if poison.batch:
             for static, _ in self._steps:
                 static.zero_()

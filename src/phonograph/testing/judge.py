@@ -105,7 +105,7 @@ def _judge_layer(inputs: RigInputs, batch: PagedBatch, outputs: Outputs, num_tok
         expected, expected_lse = dense_attention(query[tokens], keys, values, layer, causal=common.causal)
         size = float(np.linalg.norm(expected)) or 1.0
         errors = (
-            float(np.linalg.norm(out[tokens] - expected)) / size,
+            float(np.linalg.norm(out[tokens] - expected)) / size if len(slots) else 0.0,
             0.0 if lse is None else _lse_error(lse[:, tokens], expected_lse),
         )
         # np.maximum keeps NaN, which max() may drop.
@@ -160,8 +160,10 @@ def _write_problem(
     """Return the fault of the new keys and values in the cache, or of the other slots, or ""."""
     num_tokens, after = batch.common.num_tokens, cache.flatten(1, 2)
     slots = batch.common.slot_mapping[:num_tokens]
+    own = slots >= 0
+    slots = slots[own]
     for plane, new, scale in ((0, batch.key, layer.k_scale), (1, batch.value, layer.v_scale)):
-        expected = quantized(new[:num_tokens].float(), scale, spec).double()
+        expected = quantized(new[:num_tokens][own].float(), scale, spec).double()
         error = float((after[plane][slots].double() - expected).norm() / (expected.norm() or 1.0))
         if not error <= (0.0 if scale is None else _FP8_WRITE_TOLERANCE):
             return f"new {'values' if plane else 'keys'} in the cache are off by {error:.1e}"
@@ -174,8 +176,9 @@ def _write_problem(
 
 def _lse_error(lse: Array, expected: Array) -> float:
     # Where both are -inf they agree; the difference would be NaN.
-    apart = np.where(lse == expected, 0.0, np.abs(lse - expected))
-    return float((apart / np.maximum(1.0, np.abs(expected))).max(initial=0.0))
+    apart = lse != expected
+    errors = np.abs(lse[apart] - expected[apart]) / np.maximum(1.0, np.abs(expected[apart]))
+    return float(errors.max(initial=0.0))
 
 
 def _dequantized(stored_LKD: torch.Tensor, scale_K: torch.Tensor | None) -> Array:

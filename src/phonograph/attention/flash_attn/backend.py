@@ -27,6 +27,7 @@ from phonograph.attention.flash_attn.libraries import FlashAttentionCall, FlashA
 from phonograph.attention.flash_attn.providers import make_library
 from phonograph.attention.flash_attn.sizes import plan_length
 from phonograph.attention.kv_write import GpuBackend
+from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.limits import Limits
 from phonograph.errors import BackendError
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
@@ -53,7 +54,7 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
             self._queries = torch.zeros(shape, dtype=getattr(torch, spec.kv_cache_dtype), device=device)
         if spec.lse:
             self._token_numbers = torch.arange(limits.max_num_batched_tokens, dtype=torch.int32, device=device)
-            self._no_keys = torch.tensor(-torch.inf, device=device)
+            self._without_keys = torch.zeros(limits.max_num_batched_tokens, dtype=torch.bool, device=device)
 
     def make_builder(self) -> FlashAttentionMetadataBuilder:
         return self.builder(self.spec, self.limits)
@@ -64,6 +65,8 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
         A graph's own memory would be reused by later pieces before attention, which runs outside, reads the plan. The
         rest of the buffer is zeroed each time: blocks of the launch would act on entries of an earlier plan.
         """
+        if self.spec.lse:
+            self._find_rows_without_keys(metadata.common)
         if not metadata.launch.planned:
             return
         made = self._library.schedule(metadata, self.spec.windows[0])
@@ -95,12 +98,14 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
             query_THD = rounded_THD
         lse = self._library.attend(query_THD, key_BSKD, value_BSKD, call, plan, out_THD)
         if lse is not None and lse_HT is not None:
-            # The library leaves padding rows of its new tensor unwritten, and version 2 gives queries without keys plus
-            # infinity. Rows before the first query belong to another launch.
-            starts, rows = call.metadata.common.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
-            found = lse.view_as(lse_HT).nan_to_num_(torch.nan, posinf=-torch.inf, neginf=-torch.inf)
-            cleared = torch.where(rows < starts[-1:], found, self._no_keys)
-            torch.where(rows < starts[:1], lse_HT, cleared, out=lse_HT)
+            torch.where(self._without_keys[: lse_HT.shape[1]], lse_HT, lse.view_as(lse_HT), out=lse_HT)
+
+    def _find_rows_without_keys(self, common: CommonMetadata) -> None:
+        """Find rows of no query of this launch too. The library leaves those of its new LSE unwritten."""
+        starts, rows = common.query_start_loc, self._token_numbers
+        lens = torch.nn.functional.pad(common.seq_lens, (0, 1))
+        no_keys = lens[torch.searchsorted(starts[1:], rows, right=True)] == 0
+        torch.logical_or(no_keys, rows < starts[:1], out=self._without_keys)
 
 
 class FlashAttention2Backend(FlashAttentionBackend):

@@ -6,6 +6,8 @@ The tables rely on these facts of the libraries' code:
 - A window without a bound on a side has -1 there (None in `flash_attn.cute`). Versions 2 and 3 drop a window that
   reaches beyond max_seqlen_k or max_seqlen_q, so both must be true upper bounds.
 - Query rows behind the last sequence stay unwritten, in the output and in the LSE.
+- Version 2 writes the LSE of queries without keys beyond its tensor, at a place for padded queries (flash-attention,
+  issue 2842), so each sequence gets a key. The caller drops what comes of it.
 - Sinks are bfloat16 and part of the LSE.
 - Version 3 takes queries, keys and values of one dtype. If that is FP8 (e4m3), descale factors of all three are float32
   [sequences, KV heads] at any strides (None for 1), the weights are rounded to FP8 too, and the output is bfloat16.
@@ -21,7 +23,7 @@ import torch
 
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
 from phonograph.attention.backend import AttentionCall, AttentionLayer
-from phonograph.attention.metadata import AttentionMetadata
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
 
 Functions = dict[str, Callable[..., Any]]
 Window = tuple[int, int]
@@ -113,6 +115,10 @@ class FlashAttentionLibrary:
         del metadata, window
         return None
 
+    def lens(self, common: CommonMetadata) -> torch.Tensor:
+        """Return the lengths of the sequences as the library takes them, int32 [slots]."""
+        return common.seq_lens
+
     def attend(
         self,
         query_THD: torch.Tensor,
@@ -131,7 +137,7 @@ class FlashAttentionLibrary:
             "value": value_BSKD,
             "out": out_THD,
             "query_start_loc": common.query_start_loc,
-            "seq_lens": common.seq_lens,
+            "seq_lens": self.lens(common),
             "block_table": common.block_table,
             "causal": common.causal,
             "max_query_len": launch.max_query_len,
@@ -240,7 +246,12 @@ class _Scheduling(FlashAttentionLibrary):
         )
 
 
-class VllmLibrary2(_VllmLibrary):
+class _Version2(FlashAttentionLibrary):
+    def lens(self, common: CommonMetadata) -> torch.Tensor:
+        return common.seq_lens.clamp(min=1) if self.spec.lse else common.seq_lens
+
+
+class VllmLibrary2(_VllmLibrary, _Version2):
     arguments = _VLLM | {"alibi_slopes": "alibi_slopes"}
     constants: ClassVar[dict[str, Any]] = {"fa_version": 2}
 
@@ -256,7 +267,7 @@ class VllmLibrary4(_VllmLibrary):
     sink = "s_aux"
 
 
-class PackageLibrary2(FlashAttentionLibrary):
+class PackageLibrary2(_Version2):
     """The package `flash_attn`, version 2. It takes cumulative lengths of the keys, so these are its plan."""
 
     arguments = _VARLEN | {
@@ -268,7 +279,7 @@ class PackageLibrary2(FlashAttentionLibrary):
 
     def schedule(self, metadata: FlashAttentionMetadata, window: Window) -> torch.Tensor:
         del window
-        lens = metadata.common.seq_lens
+        lens = self.lens(metadata.common)
         starts = lens.new_zeros(lens.shape[0] + 1)
         torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
         return starts

@@ -50,7 +50,7 @@ def kept_bytes(spec: AttentionSpec, limits: Limits) -> int:
     return (
         4 * plan_length(limits)
         + (queries if spec.has_fp8_cache else 0)
-        + (4 * limits.max_num_batched_tokens + 4 if spec.lse else 0)
+        + (5 * limits.max_num_batched_tokens if spec.lse else 0)
     )
 
 
