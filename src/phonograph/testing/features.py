@@ -74,13 +74,14 @@ def _check(make: MakeBackend, name: str, feature: str, spec: AttentionSpec, devi
 
 
 def _shapes(spec: AttentionSpec) -> list[BatchShape]:
-    """Return few batches, because there are many configurations: decodes, mixed, uniform, and not causal if allowed."""
+    """Return few batches, because there are many configurations: decodes, mixed, uniform, and some if allowed."""
     shapes = shapes_of(spec)
     if spec.kind is not AttentionKind.DECODER:
         return shapes
     query_len, size = 1 + spec.speculative_tokens, spec.block_size
     uniform = BatchShape(name="uniform", query_lens=(query_len,) * 3, seq_lens=(query_len, size + 5, 2 * size))
-    return [*(shape for shape in shapes if shape.name in ("decodes", "mixed", "not causal")), uniform]
+    names = "decodes", "mixed", "not causal", "without keys"
+    return [*(shape for shape in shapes if shape.name in names), uniform]
 
 
 def _problem(make: MakeBackend, spec: AttentionSpec, device: torch.device, shapes: Sequence[BatchShape]) -> str:

@@ -39,6 +39,8 @@ _SINGLE: dict[str, dict[str, Any]] = {
         for heads, kv_heads in ((3, 3), (6, 2), (7, 1), (8, 2), (16, 1))
     },
     "speculation": {"speculative_tokens": SPECULATIVE_TOKENS},
+    # As ranks that share a context attend.
+    "queries without keys": {"lse": True, "non_causal": True},
 }
 
 
