@@ -264,6 +264,21 @@ def test_ranks_share_the_tokens_of_a_head(
     check_divided(BACKENDS[package[-1]], 2, lens, size=16)
 
 
+@pytest.mark.parametrize("package", ["vllm 2", "vllm 3", "interface 3", "cute 4"])
+@pytest.mark.parametrize("batch", [[(1, 0), (4, 0), (2, 30)], [(1, 0), (2, 0)]])
+def test_queries_without_keys(batch: list[tuple[int, int]], package: str, installed: Installed) -> None:
+    """Their log-sum-exp is minus infinity, as those of first prompt chunks where ranks share the context."""
+    installed(package)
+    step = Step(package[-1], SPEC, slots=4, tokens=8)
+    metadata = step.builder.build(replace(step.fill(batch), causal=False), key=None)
+    step.backend.schedule(metadata)
+    out, lse_HT = torch.full((8, 4, 32), torch.nan), torch.full((4, 8), -torch.inf)
+    step.backend.forward(step.query, AttentionCall(step.layers[0], step.cache, metadata), out, lse_HT)
+    sees = torch.tensor([keys > 0 for query, keys in batch for _ in range(query)])
+    sees = torch.cat([sees, torch.zeros(8 - len(sees), dtype=torch.bool)])
+    assert bool((lse_HT.isfinite() == sees).all()) and bool((lse_HT[:, ~sees] == -torch.inf).all())
+
+
 BATCHES = [[(1, 40), (1, 7), (2, 30)], [(1, 64)], [(6, 64)], [(1, 1), (1, 2), (1, 3), (1, 4)]]
 MIXED = GraphKey(GraphSet.MIXED, 6, 5)
 

@@ -163,14 +163,14 @@ class Arena:
             lse_HT = None if lse is None else torch.full_like(lse[:-1, :end], torch.nan).contiguous()
             self.backend.forward(self.query[:end], AttentionCall(layer, self.cache, metadata), out[:end], lse_HT)
             if lse is not None and lse_HT is not None:
-                lse[:-1, :end], lse[:-1, end:] = lse_HT, -torch.inf
+                lse[:-1, :end] = lse_HT
 
     def poison(self) -> None:
-        for tensor in (*self.outs, *self.lses):
-            if tensor is not None:
-                tensor.fill_(torch.nan)
+        for out in self.outs:
+            out.fill_(torch.nan)
         for lse in self.lses:
             if lse is not None:
+                lse.fill_(torch.nan)
                 lse[:-1, self.end :] = -torch.inf
         if not self.backend.clears_padding:
             for out in self.outs:

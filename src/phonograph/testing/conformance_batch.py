@@ -64,9 +64,15 @@ def shapes_of(spec: AttentionSpec) -> list[BatchShape]:
     shapes = [one for one in batch_shapes(spec.block_size, spec.kind) if one.causal is None or spec.non_causal]
     if spec.lse and spec.non_causal and spec.windows == ((UNBOUNDED, UNBOUNDED),) and not spec.sinks:
         size = spec.block_size
-        queries, keys = (1, 1, 2, 5, size + 3), (0, size + 1, 0, 2, 2 * size)
-        more = BatchShape(name="without keys", query_lens=queries, seq_lens=keys, causal=False)
-        shapes += [replace(more, padded_reqs=2, padded_tokens=3)]
+        more = BatchShape(
+            name="without keys",
+            query_lens=(1, 1, 2, 5, size + 3),
+            seq_lens=(0, size + 1, 0, 2, 2 * size),
+            padded_reqs=2,
+            padded_tokens=3,
+            causal=False,
+        )
+        shapes.append(more)
     return shapes
 
 
@@ -152,7 +158,7 @@ def make_batch(
     num_tokens = sum(shape.query_lens)
     cache = torch.full((2, total_blocks * size, spec.num_kv_heads, spec.head_size), torch.nan)
     for all_slots, query_len in zip(slots, shape.query_lens, strict=True):
-        context = all_slots[: len(all_slots) - query_len]
+        context = all_slots[: max(0, len(all_slots) - query_len)]
         cache[:, context] = torch.randn(2, len(context), *cache.shape[2:], generator=generator)
     kv_cache = quantized(cache[0], layer.k_scale, spec), quantized(cache[1], layer.v_scale, spec)
 
@@ -162,7 +168,7 @@ def make_batch(
         return padded.to(device, dtype)
 
     new_slots = [
-        torch.cat([torch.full((max(0, length - len(all_slots)),), -1), all_slots[max(0, len(all_slots) - length) :]])
+        torch.cat([torch.full((length,), -1), all_slots])[len(all_slots) :]
         for all_slots, length in zip(slots, shape.query_lens, strict=True)
     ]
     slot_mapping = torch.cat([*new_slots, torch.full((shape.padded_tokens,), -1)]).long()

@@ -62,6 +62,8 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
     def schedule(self, metadata: FlashAttentionMetadata) -> None:
         """Write the library's plan, if it has one, into the buffer that eager steps, graphs and pieces share.
 
+        Before it come the rows that keep the caller's LSE, which are the same for all layers.
+
         A graph's own memory would be reused by later pieces before attention, which runs outside, reads the plan. The
         rest of the buffer is zeroed each time: blocks of the launch would act on entries of an earlier plan.
         """

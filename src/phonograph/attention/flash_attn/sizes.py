@@ -45,7 +45,7 @@ def plan_length(limits: Limits) -> int:
 
 
 def kept_bytes(spec: AttentionSpec, limits: Limits) -> int:
-    """Return the bytes of a backend's buffers: the plan, FP8 queries, and token numbers for the LSE."""
+    """Return the bytes of a backend's buffers: the plan, FP8 queries, and two vectors of tokens for the LSE."""
     queries = limits.max_num_batched_tokens * spec.num_query_heads * spec.head_size
     return (
         4 * plan_length(limits)
